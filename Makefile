@@ -1,0 +1,49 @@
+# make demo, make test: each works on a fresh machine with Python 3.11 to 3.13, git and make.
+
+PYTHON ?=
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/installed
+
+export OMP_NUM_THREADS := 1
+unexport PYTHONPATH
+
+.PHONY: demo test lint format exact exact-slice clean
+
+demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
+	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
+
+test: lint  ## what CI runs: lint, types, tests (at most 12 minutes on 2 cores)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+exact: exact-slice  ## every large table
+
+exact-slice: $(READY)  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)
+	$(BIN)/python -m pip install --quiet --no-deps -c constraints.txt torchvision
+	$(BIN)/python tests/exact/slice.py
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache
+
+$(READY): pyproject.toml constraints.txt
+	@python="$(PYTHON)"; \
+	for p in python3 python3.11 python3.12 python3.13; do \
+	  test -n "$$python" && break; \
+	  "$$p" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null && python="$$p"; \
+	done; \
+	if test -z "$$python"; then \
+	  echo "make: no Python 3.11, 3.12 or 3.13 on PATH. Install one, or say make PYTHON=/path/to/python." >&2; exit 1; \
+	fi; \
+	echo "Installing into $(VENV) with $$("$$python" --version): some minutes, once."; \
+	"$$python" -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	@touch $@

@@ -1,0 +1,42 @@
+"""autopar: compile an unmodified PyTorch model for a cluster, with the numbers of one process.
+
+>>> import autopar
+>>> "compile" in dir(autopar)
+True
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.cluster import Cluster
+    from autopar.errors import AutoparError
+    from autopar.parallel import Parallel, compile
+    from autopar.passes.rules.core import factors
+    from autopar.plan import Plan
+
+__version__ = "0.1.0"
+__all__ = ["AutoparError", "Cluster", "Parallel", "Plan", "compile", "factors"]
+
+# Names come from their modules at first use: reading a plan or asking for help must not cost the import of torch.
+_HOME = {
+    "AutoparError": "autopar.errors",
+    "Cluster": "autopar.cluster",
+    "Parallel": "autopar.parallel",
+    "Plan": "autopar.plan",
+    "compile": "autopar.parallel",
+    "factors": "autopar.passes.rules.core",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,289 @@
+"""Pins: what the user fixes of a plan. A pin is an obligation, never a hint.
+
+All keys are reserved from the start; a key or value that is not supported yet is refused in one line that says so.
+Ranks that no pin names go to data parallelism.
+
+>>> pins = Pins.parse(["tp=2", "zero=3", "microbatches=3"])
+>>> found = resolve(pins, ranks=4, batch=12)
+>>> found.dp, found.tp, found.zero, found.rows
+(2, 2, 3, (4, 4, 4))
+>>> Pins.parse(["tpp=2"])
+Traceback (most recent call last):
+autopar.errors.AutoparError: pin tpp=2: unknown key 'tpp', did you mean 'tp'? Legal: dp, tp, pp, cp, ep, sp, zero, \
+microbatches, recompute, schedule, vp, param_dtype, reduce_dtype, cut, layout.<FQN>.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.schema import nearest
+
+DEGREES = ("dp", "tp", "pp", "cp", "ep")  # axes of ranks, outermost to innermost is pp dp cp tp
+WORDS = {
+    "recompute": ("none", "selective", "full"),
+    "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "param_dtype": ("fp32", "bf16", "fp16"),
+    "reduce_dtype": ("fp32", "bf16", "fp16"),
+}
+LAYOUT = "layout."
+_LATER = {
+    "pp": "pipeline stages come with a later release",
+    "cp": "context parallelism comes with a later release",
+    "ep": "expert parallelism comes with a later release",
+    "sp": "sequence parallelism comes with a later release",
+    "recompute": "recomputation comes with a later release",
+    "schedule": "pipeline schedules come with a later release",
+    "vp": "virtual pipeline stages come with a later release",
+    "param_dtype": "mixed precision comes with a later release",
+    "reduce_dtype": "mixed precision comes with a later release",
+    "cut": "stage cuts come with a later release",
+    "layouts": "pinned layouts come with a later release",
+}
+_NO_OP = {
+    "pp": 1,
+    "cp": 1,
+    "ep": 1,
+    "vp": 1,
+    "sp": False,
+    "recompute": "none",
+    "param_dtype": "fp32",
+    "reduce_dtype": "fp32",
+}
+
+
+@dataclass(frozen=True)
+class Pins:
+    """What the user fixed; None (or empty) where nothing was said. ``sp``: True along the tensor axis, N over its
+    own axis.
+
+    ``layouts``: parameter or module FQN -> one word a pinned axis, ``{"tp": "S0"}``.
+    """
+
+    dp: int | None = None
+    tp: int | None = None
+    pp: int | None = None
+    cp: int | None = None
+    ep: int | None = None
+    sp: bool | int | None = None
+    zero: int | None = None
+    microbatches: int | None = None
+    recompute: str | None = None
+    schedule: str | None = None
+    vp: int | None = None
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    cut: tuple[str, ...] = ()
+    layouts: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+
+    @staticmethod
+    def parse(pins: Pins | Mapping[str, Any] | Iterable[str] | None) -> Pins:
+        """Pins from a mapping ``{"tp": 2}``, from ``KEY=VALUE`` strings, or from pins (unchanged).
+
+        Raises AutoparError for an unknown key, an illegal value, or a key given twice. Says nothing of what is
+        supported: that is `resolve`'s.
+        """
+        if pins is None:
+            return Pins()
+        if isinstance(pins, Pins):
+            return pins
+        if isinstance(pins, str):
+            pins = pins.split()
+        found: dict[str, Any] = {}
+        layouts: dict[str, tuple[tuple[str, str], ...]] = {}
+        for key, value in pins.items() if isinstance(pins, Mapping) else _split(pins):
+            if not isinstance(key, str):
+                raise AutoparError(f"pin {key!r}: a key is a string. Legal: {_legal()}.")
+            if key.startswith(LAYOUT):
+                layouts[key.removeprefix(LAYOUT)] = _layout(key, value)
+            elif key in KEYS:
+                found[key] = _value(key, value)
+            else:
+                raise AutoparError(
+                    f"pin {key}={value}: unknown key {key!r}{nearest(key, KEYS) or '.'} Legal: {_legal()}."
+                )
+        return Pins(**found, layouts=tuple(sorted(layouts.items())))
+
+    def text(self) -> str:
+        """The pins as they are typed, in the fixed order of keys: ``tp=2 zero=3``; ``none`` with nothing pinned."""
+        words = [f"{key}={_word(getattr(self, key))}" for key in KEYS if getattr(self, key) not in (None, ())]
+        words += [f"{LAYOUT}{fqn}={','.join(f'{a}:{w}' for a, w in axes)}" for fqn, axes in self.layouts]
+        return " ".join(words) or "none"
+
+    def named(self) -> frozenset[str]:
+        """The keys that the user gave: each is an obligation."""
+        return frozenset(f.name for f in fields(self) if getattr(self, f.name) not in (None, ()))
+
+
+KEYS = tuple(f.name for f in fields(Pins) if f.name != "layouts")
+
+
+@dataclass(frozen=True)
+class ResolvedPins:
+    """Pins with nothing left open: every rank has its place. ``rows``: batch rows of each microbatch (over all of dp);
+    empty where the batch was not given."""
+
+    dp: int
+    tp: int
+    zero: int
+    microbatches: int
+    rows: tuple[int, ...]
+    pins: Pins
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    recompute: str = "none"
+    param_dtype: str = "fp32"
+    reduce_dtype: str = "fp32"
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.tp * self.pp * self.cp
+
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        """(name, size) of the axes of more than one rank, outermost first; the last one's ranks are neighbours."""
+        return tuple((name, size) for name, size in (("dp", self.dp), ("tp", self.tp)) if size > 1)
+
+    def one_line(self) -> str:
+        """``dp=2 tp=2 zero=3 microbatches=3``."""
+        return f"dp={self.dp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}"
+
+
+def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
+    """Give every rank a place: ranks that no pin names go to dp. ``batch``: rows of the global batch (None: unchecked).
+
+    Raises AutoparError where a pin is not supported yet, the degrees do not fit the ranks, or the batch does not
+    divide.
+    """
+    _refuse_unsupported(pins)
+    if ranks < 1:
+        raise AutoparError(f"ranks: {ranks} is not a number of ranks. Legal: 1 or more.")
+    tp = pins.tp or 1
+    if ranks % tp:
+        legal = ", ".join(f"tp={d}" for d in divisors(ranks))
+        raise AutoparError(f"pins: tp={tp} does not divide {_n(ranks, 'rank')}. Legal: {legal}.")
+    dp = pins.dp if pins.dp is not None else ranks // tp
+    if dp * tp != ranks:
+        given = " ".join(f"{k}={v}" for k, v in (("dp", pins.dp), ("tp", pins.tp)) if v is not None)
+        pairs = ", ".join(f"dp={ranks // d} tp={d}" for d in divisors(ranks))
+        raise AutoparError(f"pins: {given} makes {_n(dp * tp, 'rank')}, there are {ranks}. Legal: {pairs}.")
+    count = pins.microbatches or 1
+    rows = _divide_batch(batch, ranks, dp, count) if batch is not None else ()
+    return ResolvedPins(dp, tp, pins.zero or 0, count, rows, pins)
+
+
+def microbatch_rows(batch: int, dp: int, count: int) -> tuple[int, ...]:
+    """Rows of ``count`` microbatches of ``batch`` rows: each divisible by ``dp``, larger ones first, apart by at
+    most ``dp``.
+
+    >>> microbatch_rows(14, 2, 3)
+    (6, 4, 4)
+    """
+    assert batch % dp == 0 and batch >= dp * count
+    each, more = divmod(batch // dp, count)
+    return tuple((each + (i < more)) * dp for i in range(count))
+
+
+def divisors(n: int) -> list[int]:
+    """The divisors of ``n``, ascending."""
+    small = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return small + [n // d for d in reversed(small) if d * d != n]
+
+
+def _divide_batch(batch: int, ranks: int, dp: int, count: int) -> tuple[int, ...]:
+    if batch < 1:
+        raise AutoparError(f"batch: {batch} is not a number of rows. Legal: 1 or more.")
+    if batch % dp:
+        pairs = ", ".join(f"dp={d} tp={ranks // d}" for d in divisors(ranks) if batch % d == 0)
+        raise AutoparError(
+            f"pins: dp={dp} does not divide the batch of {_n(batch, 'row')}. "
+            f"Legal on {_n(ranks, 'rank')}: {pairs}; or a batch that is a multiple of {dp}."
+        )
+    if batch < dp * count:
+        raise AutoparError(
+            f"pins: microbatches={count} over dp={dp} needs a batch of at least {dp * count} rows, it has {batch}. "
+            f"Legal: microbatches=1{f' to {batch // dp}' if batch > dp else ''}."
+        )
+    return microbatch_rows(batch, dp, count)
+
+
+def _refuse_unsupported(pins: Pins) -> None:
+    for key, why in _LATER.items():
+        value = getattr(pins, key)
+        if value in (None, ()) or (key in _NO_OP and value == _NO_OP[key]):
+            continue
+        shown = f"{LAYOUT}{value[0][0]}" if key == "layouts" else f"{key}={_word(value)}"
+        way = f"Legal now: {key}={_word(_NO_OP[key])}, or leave it out" if key in _NO_OP else "Leave it out"
+        raise AutoparError(f"pin {shown}: not supported yet ({why}). {way}.")
+
+
+def _split(pairs: Iterable[str]) -> Iterable[tuple[str, str]]:
+    seen = set()
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not equals or not key or not value:
+            raise AutoparError(f"pin {pair!r}: is not KEY=VALUE. Example: tp=2. Legal keys: {_legal()}.")
+        if key in seen:
+            raise AutoparError(f"pin {pair}: {key!r} is pinned twice. Keep one of them.")
+        seen.add(key)
+        yield key, value
+
+
+def _value(key: str, value: Any) -> Any:
+    if key in WORDS:
+        if value not in WORDS[key]:
+            raise AutoparError(f"pin {key}={value}: not a legal value. Legal: {', '.join(WORDS[key])}.")
+        return value
+    if key == "cut":
+        names = value.split(",") if isinstance(value, str) else value
+        if not isinstance(names, (list, tuple)) or not names or not all(isinstance(n, str) and n for n in names):
+            raise AutoparError(f"pin cut={value}: is not a list of module names. Example: cut=layers.4,layers.8.")
+        return tuple(names)
+    if key == "sp" and (isinstance(value, bool) or value in ("true", "false")):
+        return value in (True, "true")
+    number = _integer(value)
+    low, high = (0, 3) if key == "zero" else (2 if key == "sp" else 1, None)
+    if number is None or number < low or (high is not None and number > high):
+        legal = "0, 1, 2, 3" if key == "zero" else f"{'true, false, or ' * (key == 'sp')}an integer of at least {low}"
+        raise AutoparError(f"pin {key}={value}: not a legal value. Legal: {legal}.")
+    return number
+
+
+def _integer(value: Any) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    return int(value) if isinstance(value, str) and re.fullmatch(r"-?\d{1,9}", value) else None
+
+
+def _layout(key: str, value: Any) -> tuple[tuple[str, str], ...]:
+    """``"tp:S0,dp:R"`` or ``{"tp": "S0"}`` -> axis and word, sorted."""
+    words = [tuple(w.split(":", 1)) for w in value.split(",")] if isinstance(value, str) else value
+    pairs = list(words.items()) if isinstance(words, Mapping) else list(words) if isinstance(words, list) else []
+    for pair in pairs:
+        if len(pair) != 2 or pair[0] not in DEGREES or not re.fullmatch(r"R|I|S\d+(\(\d+(\+\d+)*\))?", str(pair[1])):
+            pairs = []
+    if not pairs or key == LAYOUT:
+        raise AutoparError(
+            f"pin {key}={value}: is not AXIS:LAYOUT. Legal: an axis of {', '.join(DEGREES)}, and R, I or S<dim>. "
+            f"Example: {LAYOUT}fc1.weight=tp:S0."
+        )
+    return tuple(sorted((str(a), str(w)) for a, w in pairs))
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return ",".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _legal() -> str:
+    return ", ".join((*KEYS, "layout.<FQN>"))
+
+
+def _n(count: int, word: str) -> str:
+    return f"{count} {word}" if count == 1 else f"{count} {word}s"

@@ -1,0 +1,167 @@
+"""Pins: keys, values, what is refused, and where the ranks go."""
+
+import itertools
+
+import pytest
+
+from autopar.errors import AutoparError
+from autopar.pins import KEYS, Pins, divisors, microbatch_rows, resolve
+
+
+def test_text_and_mapping_say_the_same():
+    text = Pins.parse(["tp=2", "zero=3", "microbatches=4", "sp=false", "recompute=none", "layout.fc1.weight=tp:S0"])
+    assert text == Pins.parse(
+        {"tp": 2, "zero": 3, "microbatches": 4, "sp": False, "recompute": "none", "layout.fc1.weight": {"tp": "S0"}}
+    )
+    assert Pins.parse(text.text().split()) == text
+    assert Pins.parse(text) is text
+    assert text.named() == {"tp", "zero", "microbatches", "sp", "recompute", "layouts"}
+    assert Pins.parse(None).text() == "none"
+
+
+def test_every_reserved_key_parses():
+    legal = {
+        "sp": "true",
+        "recompute": "full",
+        "schedule": "1f1b",
+        "param_dtype": "bf16",
+        "reduce_dtype": "fp32",
+        "cut": "h.4,h.8",
+        "zero": "0",
+    }
+    pins = Pins.parse([f"{key}={legal.get(key, '2')}" for key in KEYS])
+    assert pins.sp is True and pins.cut == ("h.4", "h.8") and pins.vp == 2 and pins.zero == 0
+    assert Pins.parse(pins.text().split()) == pins
+    assert Pins.parse(["sp=4"]).sp == 4
+
+
+@pytest.mark.parametrize(
+    ("pin", "message"),
+    [
+        ("tpp=2", "unknown key 'tpp', did you mean 'tp'? Legal: dp, tp,"),
+        ("foo=2", "unknown key 'foo'. Legal: dp"),
+        ("tp", "pin 'tp': is not KEY=VALUE."),
+        ("tp=", "pin 'tp=': is not KEY=VALUE."),
+        ("=2", "pin '=2': is not KEY=VALUE."),
+        ("tp=two", "pin tp=two: not a legal value. Legal: an integer of at least 1."),
+        ("tp=0", "pin tp=0: not a legal value."),
+        ("tp=2.0", "pin tp=2.0: not a legal value."),
+        ("dp=-1", "pin dp=-1: not a legal value."),
+        ("zero=4", "pin zero=4: not a legal value. Legal: 0, 1, 2, 3."),
+        ("microbatches=0", "pin microbatches=0: not a legal value."),
+        ("sp=1", "pin sp=1: not a legal value. Legal: true, false, or an integer of at least 2."),
+        ("recompute=some", "pin recompute=some: not a legal value. Legal: none, selective, full."),
+        ("schedule=2f2b", "Legal: gpipe, 1f1b, interleaved, zero_bubble."),
+        ("param_dtype=float32", "Legal: fp32, bf16, fp16."),
+        ("layout.fc1.weight=S0", "is not AXIS:LAYOUT."),
+        ("layout.fc1.weight=tp:Q", "is not AXIS:LAYOUT."),
+        ("layout.=tp:S0", "is not AXIS:LAYOUT."),
+        ("cut=", "is not KEY=VALUE"),
+    ],
+)
+def test_parse_errors(pin, message):
+    with pytest.raises(AutoparError) as error:
+        Pins.parse([pin])
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "pins",
+    [{"tp": True}, {"tp": 2.0}, {"tp": None}, {"zero": "x"}, {"cut": [1]}, {"cut": []}, {3: 2}, {"recompute": 1}],
+)
+def test_values_of_the_wrong_type(pins):
+    with pytest.raises(AutoparError, match=r"^pin "):
+        Pins.parse(pins)
+
+
+def test_a_key_given_twice():
+    with pytest.raises(AutoparError, match="'tp' is pinned twice"):
+        Pins.parse(["tp=2", "tp=4"])
+
+
+@pytest.mark.parametrize(
+    "pin",
+    [
+        "pp=2",
+        "cp=2",
+        "ep=2",
+        "sp=true",
+        "sp=2",
+        "recompute=full",
+        "schedule=1f1b",
+        "vp=2",
+        "param_dtype=bf16",
+        "reduce_dtype=bf16",
+        "cut=h.4",
+    ],
+)
+def test_reserved_but_not_supported_yet(pin):
+    with pytest.raises(AutoparError, match=f"^pin {pin}: not supported yet .* later release"):
+        resolve(Pins.parse([pin]), ranks=4, batch=8)
+
+
+@pytest.mark.parametrize(
+    "pin", ["pp=1", "cp=1", "ep=1", "vp=1", "sp=false", "recompute=none", "param_dtype=fp32", "reduce_dtype=fp32"]
+)
+def test_no_ops_are_accepted(pin):
+    assert resolve(Pins.parse([pin]), ranks=4, batch=8).axes() == (("dp", 4),)
+
+
+@pytest.mark.parametrize(
+    ("pins", "ranks", "axes"),
+    [
+        ({}, 1, ()),
+        ({}, 4, (("dp", 4),)),
+        ({"tp": 2}, 4, (("dp", 2), ("tp", 2))),
+        ({"tp": 4}, 4, (("tp", 4),)),
+        ({"dp": 1, "tp": 3}, 3, (("tp", 3),)),
+        ({"dp": 2, "tp": 3}, 6, (("dp", 2), ("tp", 3))),
+    ],
+)
+def test_ranks_that_no_pin_names_go_to_dp(pins, ranks, axes):
+    found = resolve(Pins.parse(pins), ranks)
+    assert found.axes() == axes and found.ranks == ranks and found.rows == ()
+
+
+@pytest.mark.parametrize(
+    ("pins", "ranks", "batch", "message"),
+    [
+        ({"tp": 3}, 4, 8, "pins: tp=3 does not divide 4 ranks. Legal: tp=1, tp=2, tp=4."),
+        ({"dp": 2}, 4, 8, "pins: dp=2 makes 2 ranks, there are 4. Legal: dp=4 tp=1, dp=2 tp=2, dp=1 tp=4."),
+        ({"dp": 4, "tp": 2}, 4, 8, "pins: dp=4 tp=2 makes 8 ranks, there are 4."),
+        (
+            {},
+            4,
+            6,
+            "pins: dp=4 does not divide the batch of 6 rows. Legal on 4 ranks: dp=1 tp=4, dp=2 tp=2; or a batch",
+        ),
+        (
+            {"microbatches": 3},
+            4,
+            8,
+            "pins: microbatches=3 over dp=4 needs a batch of at least 12 rows, it has 8. Legal: microbatches=1 to 2.",
+        ),
+        ({"microbatches": 2}, 4, 4, "Legal: microbatches=1."),
+        ({}, 0, 4, "ranks: 0 is not a number of ranks."),
+        ({}, 1, 0, "batch: 0 is not a number of rows."),
+    ],
+)
+def test_what_does_not_fit(pins, ranks, batch, message):
+    with pytest.raises(AutoparError) as error:
+        resolve(Pins.parse(pins), ranks, batch)
+    assert message in str(error.value)
+
+
+def test_microbatch_rows():
+    for dp, count, each in itertools.product((1, 2, 3), (1, 2, 3, 5), range(1, 12)):
+        batch = each * dp
+        if batch < dp * count:
+            continue
+        rows = microbatch_rows(batch, dp, count)
+        assert len(rows) == count and sum(rows) == batch
+        assert all(r > 0 and r % dp == 0 for r in rows) and max(rows) - min(rows) <= dp
+    assert resolve(Pins.parse("microbatches=3"), 2, 10).rows == (4, 4, 2)
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12] and divisors(1) == [1] and divisors(9) == [1, 3, 9]

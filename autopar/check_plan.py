@@ -1,0 +1,104 @@
+"""What a plan must fulfil beyond its types: axes, classes and layouts agree. Errors name the JSON path and the legal
+values."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from typing import TYPE_CHECKING
+
+from autopar.schema import fail
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+
+DISPLAY_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")  # torchtitan's
+WORD = re.compile(r"[RIP]|S(\d+)(\(\d+(\+\d+)*\))?(@\d+)?")  # passes.layout.Layout, without importing torch
+CHOICE = re.compile(r"(I|R)|(factor|linear|special):([^()\s]+)(?:\((\d+(?:\+\d+)*)\))?")
+CHOICES = "I, R, factor:<name>, factor:<name>(4+2+2), linear:<index>, special:<name>"
+
+
+def check(plan: Plan, where: str) -> None:
+    """Raises AutoparError, naming ``where`` and the JSON path, for the first thing that is wrong."""
+    _check_axes(plan, where)
+    _check_classes(plan, where)
+    _check_units(plan, where)
+    _check_parameters(plan, where)
+
+
+def _check_axes(plan: Plan, where: str) -> None:
+    names = [a.name for a in plan.axes]
+    for i, axis in enumerate(plan.axes):
+        path = f"$.axes[{i}]"
+        if axis.size < 1:
+            raise fail(where, f"{path}.size", f"{axis.size} is not a size. Legal: 1 or more.")
+        if names.index(axis.name) != i:
+            raise fail(where, f"{path}.name", f"the axis {axis.name!r} stands twice.")
+        for name in axis.display:
+            if name not in DISPLAY_NAMES and not axis.is_time:
+                raise fail(where, f"{path}.display", f"{name!r} is not legal. Legal: {', '.join(DISPLAY_NAMES)}.")
+        if axis.is_time and i != len(plan.axes) - 1:
+            raise fail(where, f"{path}.tier", "the axis in time must be the last one.")
+        if axis.is_time and axis.size != plan.microbatches:
+            raise fail(where, f"{path}.size", f"{axis.size} is not the number of microbatches, {plan.microbatches}.")
+    if plan.microbatches < 1:
+        raise fail(where, "$.microbatches", f"{plan.microbatches} is not a count. Legal: 1 or more.")
+    if math.prod(plan.mesh.values()) != plan.ranks:
+        raise fail(where, "$.mesh", f"makes {math.prod(plan.mesh.values())} ranks, the axes make {plan.ranks}.")
+    if plan.ranks > (room := plan.cluster.nodes * plan.cluster.ranks_per_node):
+        raise fail(where, "$.axes", f"make {plan.ranks} ranks, the cluster has {room}.")
+
+
+def _check_classes(plan: Plan, where: str) -> None:
+    every = sorted(range(len(plan.axes)))
+    for c, group in enumerate(plan.classes):
+        for k, op in enumerate(group.ops):
+            path = f"$.classes[{c}].ops[{k}]"
+            if k and op.index <= group.ops[k - 1].index:
+                raise fail(where, f"{path}.index", f"{op.index} does not ascend (after {group.ops[k - 1].index}).")
+            if len(op.choices) != len(every):
+                raise fail(where, f"{path}.choices", f"has {len(op.choices)} choices for {len(every)} axes.")
+            for a, text in enumerate(op.choices):
+                if not CHOICE.fullmatch(text):
+                    raise fail(where, f"{path}.choices[{a}]", f"{text!r} is not legal. Legal: {CHOICES}.")
+            if op.order and sorted(op.order) != every:
+                raise fail(where, f"{path}.order", f"{list(op.order)} does not name each of {every} once.")
+        for k, extra in enumerate(group.extra):
+            _check_layout(extra.layout, len(every), None, where, f"$.classes[{c}].extra[{k}].layout")
+
+
+def _check_units(plan: Plan, where: str) -> None:
+    for u, unit in enumerate(plan.units):
+        if not 0 <= unit.kind < len(plan.classes):
+            raise fail(
+                where, f"$.units[{u}].kind", f"there is no class {unit.kind}. Legal: 0 to {len(plan.classes) - 1}."
+            )
+    for s, stage in enumerate(plan.stages):
+        begin = plan.stages[s - 1].last if s else 0
+        if stage.first != begin or not begin <= stage.last <= len(plan.units):
+            raise fail(where, f"$.stages[{s}]", f"[{stage.first}, {stage.last}) does not continue at unit {begin}.")
+
+
+def _check_parameters(plan: Plan, where: str) -> None:
+    for fqn, parameter in plan.parameters.items():
+        path = f"$.parameters[{json.dumps(fqn)}]"
+        for name in ("rest", "use"):
+            _check_layout(getattr(parameter, name), len(plan.axes), len(parameter.shape), where, f"{path}.{name}")
+        if parameter.gather == "never" and parameter.rest.replace("R", "I") != parameter.use.replace("R", "I"):
+            raise fail(
+                where,
+                f"{path}.gather",
+                f'"never", but rest {parameter.rest!r} is not use {parameter.use!r}. Legal: "step", "use".',
+            )
+
+
+def _check_layout(text: str, axes: int, ndim: int | None, where: str, path: str) -> None:
+    words = text.split()
+    if len(words) != axes:
+        raise fail(where, path, f"{text!r} has {len(words)} words for {axes} axes.")
+    for word in words:
+        match = WORD.fullmatch(word)
+        if not match or (ndim is not None and match[1] and int(match[1]) >= ndim):
+            legal = "S<dim>" if ndim is None else f"S0 to S{ndim - 1}" if ndim else "but no S, as it has no dims"
+            raise fail(where, path, f"{word!r} is not legal. Legal: R, I, P, {legal}.")

@@ -1,0 +1,351 @@
+"""The plan: all that crosses from choosing to lowering, as plain JSON that is reviewed, edited by hand, diffed and
+loaded again.
+
+Layouts are keyed by class, op index and FQN, never by names of graph nodes. A layout is one word a mesh axis
+(`passes.layout.Layout`), a choice is the text of a `passes.facts.Choice`. `Plan.dumps` is byte-stable; timings stay
+out of it.
+
+>>> axis = PlanAxis("tp", 2, tier="host", stride=1, display=("tp",))
+>>> plan = Plan(ModelId("sha256:0"), ClusterId(ranks_per_node=2), axes=(axis,), mesh={"tp": 2})
+>>> loads(plan.dumps()) == plan
+True
+>>> plan.one_line()
+'tp=2 on 2 ranks'
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from autopar.check_plan import CHOICE, CHOICES, check
+from autopar.errors import AutoparError
+from autopar.schema import fail, read, read_file, write
+
+if TYPE_CHECKING:
+    from autopar.passes.facts import Choice
+
+SCHEMA = 1
+TIME = "time"  # tier of the axis of microbatches
+
+
+@dataclass(frozen=True)
+class ModelId:
+    """Which model the plan is for. ``graph``: hash of the captured graph, FQNs and shapes. ``checked``: whether
+    captured gradients were compared with eager (not on the meta device)."""
+
+    graph: str
+    name: str = ""
+    checked: bool = False
+
+
+@dataclass(frozen=True)
+class ClusterId:
+    """The cluster planned for: the name of its file, and what of it the plan relies on."""
+
+    name: str = "local"
+    nodes: int = 1
+    ranks_per_node: int = 1
+    device: Literal["cpu", "cuda"] = "cpu"
+
+
+@dataclass(frozen=True)
+class PlanAxis:
+    """One mesh axis. ``stride``: distance between neighbours in ranks (0 in time); ``tier``: slowest link it
+    crosses, or ``time`` for the axis of microbatches (then last); ``display``: what its use is called, several where
+    it has several."""
+
+    name: str
+    size: int
+    tier: str
+    stride: int
+    display: tuple[str, ...] = ()
+
+    @property
+    def is_time(self) -> bool:
+        return self.tier == TIME
+
+
+@dataclass(frozen=True)
+class Op:
+    """What one op of a class does: one choice a mesh axis, and the order in which the axes nest."""
+
+    index: int
+    op: str
+    fqn: str
+    choices: tuple[str, ...]
+    order: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A second copy of a result that consumers share, in layouts of its own. ``of``: op index, ``result``: which
+    output."""
+
+    of: int
+    layout: str
+    result: int = 0
+
+
+@dataclass(frozen=True)
+class PlanClass:
+    """Equal units (``fqn``: the first one's) share one assignment. ``extra``: materialised extra layouts."""
+
+    fqn: str
+    ops: tuple[Op, ...] = ()
+    extra: tuple[Extra, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A piece of the graph between cuts; ``kind`` is the index of its class."""
+
+    fqn: str
+    kind: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Units of one pipeline stage, as a half-open range ``[first, last)``."""
+
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """``accumulate``: forward and backward of each microbatch in turn, on one stage."""
+
+    name: Literal["accumulate", "gpipe", "1f1b", "interleaved", "zero_bubble"] = "accumulate"
+    virtual: int = 1
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """Where a parameter rests and how it is used. ``use``: the layout in which the graph reads it.
+
+    ``gather``: when ``rest`` becomes ``use``; ``reduce``: when its gradient is reduced (``never``: frozen, or
+    nothing to reduce). ``shape`` in elements; ``aliases``: other names of a tied weight.
+    """
+
+    shape: tuple[int, ...]
+    rest: str
+    use: str
+    gather: Literal["never", "step", "use"] = "never"
+    reduce: Literal["never", "step", "microbatch"] = "never"
+    dtype: str = "fp32"
+    grad_dtype: str = "fp32"
+    trainable: bool = True
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """``ops``: per class index (as text) the op indices whose results are made again in backward."""
+
+    policy: Literal["none", "selective", "full"] = "none"
+    ops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Padding:
+    """A parameter dim that an axis does not divide: uneven at rest, padded inside collectives only."""
+
+    fqn: str
+    dim: int
+    size: int
+    padded: int
+
+
+@dataclass(frozen=True)
+class Rng:
+    """How random ops draw; ``none``: the program has none."""
+
+    kind: Literal["none", "counter"] = "none"
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Collective:
+    """``count`` times a step each rank moves ``bytes`` in all over ``axis``; ``phase``: forward, backward or
+    parameters."""
+
+    kind: str
+    axis: str
+    count: int
+    bytes: int
+    phase: str = ""
+
+
+@dataclass(frozen=True)
+class Share:
+    """The share that an axis takes off the busiest rank: ideal is 1 - 1/N."""
+
+    flops: float | None = None
+    param_bytes: float | None = None
+    saved_bytes: float | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An op that ``axis`` does not divide, and why."""
+
+    axis: str
+    fqn: str
+    op: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What the plan should cost and do: seconds a step, GiB a rank, and facts counted from the emitted program.
+    Never read back when the plan is applied."""
+
+    step_time_s: float | None = None
+    peak_mem_gib: float | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+    collectives: tuple[Collective, ...] = ()
+    divided: Mapping[str, Share] = field(default_factory=dict)
+    whole: tuple[Whole, ...] = ()
+    fallback: tuple[str, ...] = ()  # ops without a rule, run whole
+
+
+@dataclass(frozen=True)
+class Proof:
+    """``gap`` = 1 - bound / objective, a fraction; None where nothing is proved. ``scope``: what the bound covers."""
+
+    objective: float | None = None
+    bound: float | None = None
+    gap: float | None = None
+    scope: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan; see the module. ``batch``: rows of the global batch; ``pins``: what the user fixed, as typed.
+
+    Raises AutoparError, in `load` and `loads`, with the JSON path and the legal values.
+    """
+
+    model: ModelId
+    cluster: ClusterId = ClusterId()
+    axes: tuple[PlanAxis, ...] = ()
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    units: tuple[Unit, ...] = ()
+    classes: tuple[PlanClass, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    microbatches: int = 1
+    batch: int | None = None
+    schedule: Schedule = Schedule()
+    parameters: Mapping[str, Parameter] = field(default_factory=dict)
+    recompute: Recompute = Recompute()
+    relaxations: Mapping[str, str] = field(default_factory=dict)
+    padding: tuple[Padding, ...] = ()
+    rng: Rng = Rng()
+    predicted: Predicted = Predicted()
+    proof: Proof = Proof()
+    deterministic: bool = True
+    pins: Mapping[str, str] = field(default_factory=dict)
+    schema: int = SCHEMA
+    timings: Mapping[str, float] = field(default_factory=dict, compare=False)  # seconds by phase
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(a.size for a in self.axes if not a.is_time)
+
+    @property
+    def zero(self) -> int:
+        """The highest ZeRO stage that any trainable parameter's rest, gather and reduce amount to."""
+        data = [i for i, a in enumerate(self.axes) if not a.is_time and set(a.display) & {"dp_shard", "dp_replicate"}]
+        return max((_zero(p, data) for p in self.parameters.values()), default=0)
+
+    def one_line(self) -> str:
+        """``dp=2 tp=2 zero=3 microbatches=3 on 4 ranks``: axes, then what is not the default."""
+        words = [f"{a.name}={a.size}" for a in self.axes if not a.is_time]
+        words += [f"zero={self.zero}"] * (self.zero > 0) + [f"microbatches={self.microbatches}"] * (
+            self.microbatches > 1
+        )
+        words += [f"schedule={self.schedule.name}"] * (self.schedule.name != "accumulate")
+        words += [f"recompute={self.recompute.policy}"] * (self.recompute.policy != "none")
+        return f"{' '.join(words) or 'dp=1'} on {self.ranks} rank{'s' * (self.ranks != 1)}"
+
+    def to_json(self, *, timings: bool = False) -> dict[str, Any]:
+        """Plain JSON values. Without ``timings`` (seconds by phase) equal plans give equal values."""
+        data = write(self)
+        assert isinstance(data, dict)
+        if not timings:
+            del data["timings"]
+        return data
+
+    def dumps(self) -> str:
+        """The byte-stable text of the plan: sorted keys, shortest floats that read back equal, no timings."""
+        return json.dumps(self.to_json(), sort_keys=True, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write `dumps` to a file. Raises AutoparError where that is not possible."""
+        try:
+            Path(path).write_text(self.dumps(), encoding="utf-8")
+        except OSError as error:
+            raise AutoparError(f"plan: cannot write {path} ({error.strerror}).") from None
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read and validate a plan file."""
+        return from_json(read_file(path, who="plan"), where=str(path))
+
+
+def loads(text: str, *, where: str = "plan") -> Plan:
+    """A plan from its text."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise AutoparError(f"{where}: is not JSON ({error}).") from None
+    return from_json(data, where=where)
+
+
+def from_json(data: object, *, where: str = "plan") -> Plan:
+    """A plan from plain JSON values, validated. Raises AutoparError with the JSON path of what is wrong."""
+    if not isinstance(data, dict) or "schema" not in data:
+        raise AutoparError(
+            f"{where}: is not a plan (a JSON object with the key 'schema'). Write one with `autopar plan MODEL --out`."
+        )
+    version = data["schema"]
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise fail(where, "$.schema", f"{json.dumps(version)} is not a schema version. Legal: {SCHEMA}.")
+    if version > SCHEMA:
+        raise fail(where, "$.schema", f"{version} is newer than this autopar reads. Legal: {SCHEMA}; update autopar.")
+    plan = read(Plan, data, where=where)
+    check(plan, where)
+    return plan
+
+
+def choice_to_text(choice: Choice) -> str:
+    """``I``, ``R``, ``factor:o``, ``factor:o(8+4+4)``, ``linear:0``, ``special:vocabulary``."""
+    if choice.kind in ("I", "R"):
+        return choice.kind
+    parts = f"({'+'.join(map(str, choice.parts))})" if choice.parts else ""
+    return f"{choice.kind}:{choice.name}{parts}"
+
+
+def choice_from_text(text: str) -> Choice:
+    """Read what `choice_to_text` writes. Raises AutoparError. (Needs torch, as the passes do.)"""
+    from autopar.passes.facts import Choice
+
+    match = CHOICE.fullmatch(text)
+    if match is None:
+        raise AutoparError(f"choice {text!r}: is not legal. Legal: {CHOICES}.")
+    parts = tuple(map(int, match[4].split("+"))) if match[4] else ()
+    return Choice(match[1] or match[2], match[3] or "", parts)
+
+
+def _zero(parameter: Parameter, data: list[int]) -> int:
+    words = parameter.rest.split()
+    if not parameter.trainable or not any(words[i].startswith("S") for i in data if i < len(words)):
+        return 0
+    if parameter.gather == "use":
+        return 3
+    return 2 if parameter.reduce == "microbatch" else 1

@@ -1,0 +1,242 @@
+"""plan.json: round trips, byte-stable text, and errors by JSON path."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from autopar.errors import AutoparError
+from autopar.plan import (
+    SCHEMA,
+    ClusterId,
+    Collective,
+    Extra,
+    ModelId,
+    Op,
+    Padding,
+    Parameter,
+    Plan,
+    PlanAxis,
+    PlanClass,
+    Predicted,
+    Proof,
+    Schedule,
+    Share,
+    Stage,
+    Unit,
+    Whole,
+    choice_from_text,
+    choice_to_text,
+    from_json,
+    loads,
+)
+
+KEYS = [
+    "schema",
+    "model",
+    "cluster",
+    "axes",
+    "mesh",
+    "units",
+    "classes",
+    "stages",
+    "microbatches",
+    "schedule",
+    "parameters",
+    "recompute",
+    "relaxations",
+    "padding",
+    "rng",
+    "predicted",
+    "proof",
+    "deterministic",
+]
+
+
+def _plan():
+    return Plan(
+        model=ModelId("sha256:ab", "GPT", checked=True),
+        cluster=ClusterId(ranks_per_node=4),
+        axes=(
+            PlanAxis("dp", 2, "host", 2, ("dp_shard",)),
+            PlanAxis("tp", 2, "host", 1, ("tp",)),
+            PlanAxis("microbatch", 3, "time", 0),
+        ),
+        mesh={"dp_shard": 2, "tp": 2},
+        units=(Unit("h.0", 0), Unit("h.1", 0)),
+        classes=(
+            PlanClass(
+                "h.0",
+                (
+                    Op(0, "aten.linear.default", "h.0.fc", ("factor:b", "factor:o(8+4+4)", "factor:b"), (2, 0, 1)),
+                    Op(2, "aten.add.Tensor", "h.0", ("I", "linear:0", "R")),
+                ),
+                (Extra(0, "S0 R R"),),
+            ),
+        ),
+        stages=(Stage(0, 2),),
+        microbatches=3,
+        batch=14,
+        parameters={
+            "h.0.fc.weight": Parameter((16, 8), "S0 S0(8+4+4)@1 R", "R S0(8+4+4) R", "use", "microbatch"),
+            "h.0.fc.scale": Parameter((), "I I R", "R I R", "never", "step", aliases=("scale",)),
+        },
+        padding=(Padding("wte.weight", 0, 65, 66),),
+        predicted=Predicted(
+            step_time_s=0.1,
+            collectives=(Collective("all_reduce", "tp", 4, 4096, "forward"),),
+            divided={"tp": Share(0.5, 0.5, None)},
+            whole=(Whole("tp", "h.0.ln", "aten.layer_norm.default", "its factors are all on dims that norm whole"),),
+        ),
+        proof=Proof(1.5, 1.25, 0.25, {"axes": 2}),
+        pins={"tp": "2"},
+        timings={"capture": 1.25},
+    )
+
+
+def test_round_trip_and_bytes(tmp_path):
+    plan = _plan()
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.dumps() == plan.dumps() == (tmp_path / "plan.json").read_text()
+    assert replace(plan, timings={"capture": 9.0}).dumps() == plan.dumps()
+    shuffled = json.dumps(dict(reversed(json.loads(plan.dumps()).items())))
+    assert loads(shuffled).dumps() == plan.dumps()
+
+
+def test_schema_is_wide_enough_from_the_start():
+    assert set(KEYS) <= set(_plan().to_json())
+    assert "timings" not in _plan().to_json() and _plan().to_json(timings=True)["timings"] == {"capture": 1.25}
+    assert from_json(_plan().to_json(timings=True)).timings == {"capture": 1.25}
+
+
+def test_the_smallest_plan():
+    plan = Plan(ModelId("sha256:0"))
+    assert loads(plan.dumps()) == plan and plan.ranks == 1 and plan.one_line() == "dp=1 on 1 rank"
+
+
+def test_one_line():
+    plan = _plan()
+    assert plan.one_line() == "dp=2 tp=2 zero=3 microbatches=3 on 4 ranks"
+    assert "schedule=1f1b" in replace(plan, schedule=Schedule("1f1b")).one_line()
+
+
+@pytest.mark.parametrize(
+    ("rest", "use", "gather", "reduce", "zero"),
+    [
+        ("I R", "R R", "never", "step", 0),
+        ("S0 R", "R R", "step", "step", 1),
+        ("S0 R", "R R", "step", "microbatch", 2),
+        ("S0 R", "R R", "use", "microbatch", 3),
+    ],
+)
+def test_zero_of_a_plan(rest, use, gather, reduce, zero):
+    axes = (PlanAxis("dp", 2, "host", 1, ("dp_shard",)), PlanAxis("tp", 1, "host", 1))
+    assert Plan(ModelId("x"), axes=axes, parameters={"w": Parameter((4,), rest, use, gather, reduce)}).zero == zero
+
+
+@pytest.mark.parametrize("text", ["I", "R", "factor:o", "factor:b.0(4+2+2)", "linear:0", "special:vocabulary"])
+def test_choices(text):
+    assert choice_to_text(choice_from_text(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "S", "factor:", "factor:o()", "factor:o(4", "factors:o", "I:0"])
+def test_choices_that_are_none(text):
+    with pytest.raises(AutoparError, match=r"is not legal\. Legal: I, R, factor"):
+        choice_from_text(text)
+
+
+def _broken(path, value):
+    data = _plan().to_json()
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    if value is KeyError:
+        del at[path[-1]]
+    else:
+        at[path[-1]] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["schema"], SCHEMA + 1, "plan: at $.schema: 2 is newer than this autopar reads. Legal: 1; update autopar."),
+        (["schema"], "1", 'plan: at $.schema: "1" is not a schema version. Legal: 1.'),
+        (["model"], KeyError, "plan: at $: the key 'model' is missing."),
+        (["paramters"], {}, "plan: at $: unknown key 'paramters', did you mean 'parameters'? Legal: model,"),
+        (["microbatches"], 0, "plan: at $.axes[2].size: 3 is not the number of microbatches, 0."),
+        (["microbatches"], True, "plan: at $.microbatches: true is not an integer."),
+        (["deterministic"], 1, "plan: at $.deterministic: 1 is not true or false."),
+        (["mesh", "tp"], 4, "plan: at $.mesh: makes 8 ranks, the axes make 4."),
+        (["cluster", "ranks_per_node"], 2, "plan: at $.axes: make 4 ranks, the cluster has 2."),
+        (["cluster", "device"], "tpu", 'plan: at $.cluster.device: "tpu" is not legal. Legal: "cpu", "cuda".'),
+        (["axes", 0, "display"], ["fsdp"], "plan: at $.axes[0].display: 'fsdp' is not legal. Legal: pp, dp_replicate,"),
+        (["axes", 1, "name"], "dp", "plan: at $.axes[1].name: the axis 'dp' stands twice."),
+        (["axes", 1, "tier"], "time", "plan: at $.axes[1].tier: the axis in time must be the last one."),
+        (
+            ["classes", 0, "ops", 0, "choices", 1],
+            "factor",
+            "plan: at $.classes[0].ops[0].choices[1]: 'factor' is not legal.",
+        ),
+        (["classes", 0, "ops", 0, "choices"], ["I"], "plan: at $.classes[0].ops[0].choices: has 1 choices for 3 axes."),
+        (["classes", 0, "ops", 0, "order"], [0, 1], "plan: at $.classes[0].ops[0].order: [0, 1] does not name each of"),
+        (["classes", 0, "ops", 1, "index"], 0, "plan: at $.classes[0].ops[1].index: 0 does not ascend (after 0)."),
+        (["units", 1, "kind"], 3, "plan: at $.units[1].kind: there is no class 3. Legal: 0 to 0."),
+        (["stages", 0, "last"], 5, "plan: at $.stages[0]: [0, 5) does not continue at unit 0."),
+        (["schedule", "name"], "dualpipe", 'plan: at $.schedule.name: "dualpipe" is not legal. Legal: "accumulate",'),
+        (
+            ["parameters", "h.0.fc.weight", "rest"],
+            "S0 R",
+            """plan: at $.parameters["h.0.fc.weight"].rest: 'S0 R' has 2 words for""",
+        ),
+        (["parameters", "h.0.fc.weight", "rest"], "S2 R R", "'S2' is not legal. Legal: R, I, P, S0 to S1."),
+        (["parameters", "h.0.fc.scale", "use"], "S0 R R", "Legal: R, I, P, but no S, as it has no dims."),
+        (
+            ["parameters", "h.0.fc.weight", "gather"],
+            "always",
+            '.gather: "always" is not legal. Legal: "never", "step", "use".',
+        ),
+        (["parameters", "h.0.fc.weight", "gather"], "never", "\"never\", but rest 'S0 S0(8+4+4)@1 R' is not use"),
+        (["predicted", "step_time_s"], "fast", 'plan: at $.predicted.step_time_s: "fast" is not a number.'),
+        (["parameters"], [], "plan: at $.parameters: a JSON list is not an object."),
+        (["axes"], {}, "plan: at $.axes: a JSON object is not a list."),
+    ],
+)
+def test_errors_name_the_path_and_what_is_legal(path, value, message):
+    with pytest.raises(AutoparError) as error:
+        from_json(_broken(path, value))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "plan.json is not JSON"),
+        ("[]", "is not a plan"),
+        ("{}", "is not a plan"),
+        ('{"schema": 1, "schema": 1}', "the key 'schema' stands twice"),
+        ('{"schema": NaN}', "NaN is no JSON number"),
+    ],
+)
+def test_files_that_are_no_plan(tmp_path, text, message):
+    file = tmp_path / "plan.json"
+    file.write_text(text)
+    with pytest.raises(AutoparError, match=message):
+        Plan.load(file)
+
+
+def test_files_that_cannot_be_read_or_written(tmp_path):
+    with pytest.raises(AutoparError, match="plan: no such file"):
+        Plan.load(tmp_path / "none.json")
+    with pytest.raises(AutoparError, match="plan: cannot read"):
+        Plan.load(tmp_path)
+    with pytest.raises(AutoparError, match="plan: cannot write"):
+        _plan().save(tmp_path / "no" / "plan.json")
+
+
+def test_numbers_that_are_not_finite_never_reach_a_file():
+    with pytest.raises(ValueError):
+        replace(_plan(), predicted=Predicted(step_time_s=float("nan"))).dumps()

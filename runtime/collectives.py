@@ -1,0 +1,353 @@
+"""The changes of layout as library ops ``torch.ops.autopar.*``: forward and declared dual (design section 3).
+
+Collectives come as pairs: ``start_x`` launches and returns a raw tensor that must not be read, ``wait_x`` waits and
+puts the elements in order; a pass may move the two apart. The backward of a pair does the whole dual where the start
+stands. Every op is one node under fx, has fake and autograd kernels, takes any dtype and never writes to its input;
+``keep``, ``replicate`` and ``invariant`` may return it.
+
+Common arguments: ``group`` name of a c10d process group; ``n`` its size and ``c`` the rank's place in it; ``dim`` the
+tensor dim that is cut; ``parts`` the lengths of the parts of ``dim`` before this axis cuts it, never empty. Each part
+is cut as `Axis.cut` does: pieces may be uneven or empty, they are padded on the wire and never in a value.
+
+| op | change | dual |
+|---|---|---|
+| ``start_all_reduce``, ``wait_all_reduce`` | P->I ``none``, P->R ``all_reduce`` | nothing, all-reduce |
+| ``start_all_gather``, ``wait_all_gather`` | S->R ``reduce_scatter``, S->I ``slice`` | reduce-scatter, slice |
+| ``start_reduce_scatter``, ``wait_reduce_scatter`` | P->S | all-gather |
+| ``start_all_to_all``, ``wait_all_to_all`` | S->S' | all-to-all |
+| ``shard`` | I->S ``all_gather``, R->S ``pad`` | all-gather, zero-pad |
+| ``pad`` | S->P | slice |
+| ``keep`` | I->P ``none``, R->P ``keep`` | nothing, keep on coordinate 0 |
+| ``replicate`` | I->R | all-reduce |
+| ``invariant`` | R->I | keep on coordinate 0 |
+| ``time_shard``, ``time_pad``, ``time_keep`` | R->S, S->P, R->P over time | zero-pad, slice, keep |
+
+>>> import torch
+>>> torch.ops.autopar.shard(torch.arange(6), "tp", 2, 1, 0, [4, 2], "pad")
+tensor([2, 3, 5])
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the functional collectives with the dispatcher
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+
+from autopar.passes.layout import Axis
+from autopar.runtime.library import differentiable
+from autopar.runtime.pieces import Run, exchange, join, pieces, put, split, take, total, widen, with_size
+
+_C10D = torch.ops._c10d_functional
+_IN_FLIGHT: dict[int, str] = {}  # data pointer of a raw tensor -> group, so that an error at the wait names it
+
+
+# On the wire
+
+
+def _describe(group: str) -> str:
+    try:
+        ranks = dist.get_process_group_ranks(_resolve_process_group(group))  # type: ignore[arg-type]
+    except Exception:
+        return f"group {group!r} (not known in this process)"
+    return f"group {group!r} of ranks {ranks}"
+
+
+def launch(name: str, group: str, *args: Any) -> Tensor:
+    """Start a functional collective; an error names the group."""
+    try:
+        raw: Tensor = getattr(_C10D, name)(*args, group)
+    except RuntimeError as error:
+        raise RuntimeError(f"{name} over {_describe(group)}: {error}") from error
+    return raw
+
+
+def wait(raw: Tensor, group: str) -> Tensor:
+    """The tensor, once it may be read; an error names the group."""
+    try:
+        done: Tensor = _C10D.wait_tensor(raw)
+    except RuntimeError as error:
+        raise RuntimeError(f"waiting for {_describe(group)}: {error}") from error
+    return done
+
+
+def _flying(raw: Tensor, group: str) -> Tensor:
+    _IN_FLIGHT[raw.data_ptr()] = group
+    return raw
+
+
+def _land(raw: Tensor) -> Tensor:
+    return wait(raw, _IN_FLIGHT.pop(raw.data_ptr(), "?"))
+
+
+def _gather(x: Tensor, group: str, n: int) -> Tensor:
+    # Not view(): gloo's thread writes while autograd looks, and an output that is a view written in place is refused.
+    stacked: Tensor = torch.ops.aten._unsafe_view.default(launch("all_gather_into_tensor", group, x, n), [n, *x.shape])
+    return stacked
+
+
+def _reduce(x: Tensor, group: str) -> Tensor:
+    return launch("all_reduce", group, x.contiguous(), "sum")
+
+
+def _scatter(stacked: Tensor, group: str, n: int) -> Tensor:
+    return launch("reduce_scatter_tensor", group, stacked.contiguous().flatten(0, 1), "sum", n)
+
+
+def _swap(stacked: Tensor, group: str, n: int) -> Tensor:
+    return launch("all_to_all_single", group, stacked.contiguous(), [1] * n, [1] * n)
+
+
+def _keep(x: Tensor, coordinate: int) -> Tensor:
+    """Zeros are written: multiplying by 0 makes nan of inf."""
+    return x if coordinate == 0 else torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def _same(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+# all-reduce
+
+start_all_reduce = differentiable(
+    "start_all_reduce(Tensor x, str group, str dual) -> Tensor",
+    lambda x, group, dual: _flying(_reduce(x, group), group),
+    _same,
+    lambda grad, shape, group, dual: wait(_reduce(grad, group), group) if dual == "all_reduce" else grad.contiguous(),
+)
+wait_all_reduce = differentiable(
+    "wait_all_reduce(Tensor raw) -> Tensor", _land, _same, lambda grad, shape: grad.contiguous()
+)
+
+
+# all-gather
+
+
+def _start_all_gather(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], dual: str) -> Tensor:
+    held = pieces(parts, n)
+    assert x.shape[dim] == total(held[c]), (
+        f"all-gather of {tuple(x.shape)}, dim {dim} is not piece {c} of {n} of {parts}"
+    )
+    return _flying(_gather(widen(x, dim, total(held[0])), group, n), group)
+
+
+def _start_all_gather_fake(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], dual: str) -> Tensor:
+    return x.new_empty([n, *with_size(x, dim, total(pieces(parts, n)[0]))])
+
+
+def _start_all_gather_adjoint(
+    grad: Tensor, shape: torch.Size, group: str, n: int, c: int, dim: int, parts: list[int], dual: str
+) -> Tensor:
+    own = grad[c] if dual == "slice" else wait(_scatter(grad, group, n), group)
+    return own.narrow(dim, 0, shape[dim]).clone(memory_format=torch.contiguous_format)
+
+
+start_all_gather = differentiable(
+    "start_all_gather(Tensor x, str group, int n, int c, int dim, int[] parts, str dual) -> Tensor",
+    _start_all_gather,
+    _start_all_gather_fake,
+    _start_all_gather_adjoint,
+)
+wait_all_gather = differentiable(
+    "wait_all_gather(Tensor raw, int n, int c, int dim, int[] parts) -> Tensor",
+    lambda raw, n, c, dim, parts: join(_land(raw), dim, pieces(parts, n)),
+    lambda raw, n, c, dim, parts: raw.new_empty(with_size(raw[0], dim, sum(parts))),
+    lambda grad, shape, n, c, dim, parts: split(grad, dim, pieces(parts, n), shape[dim + 1]),
+)
+
+
+# reduce-scatter
+
+
+def _start_reduce_scatter(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int]) -> Tensor:
+    assert x.shape[dim] == sum(parts), f"reduce-scatter of {tuple(x.shape)}, dim {dim} is not {parts}"
+    held = pieces(parts, n)
+    return _flying(_scatter(split(x, dim, held, total(held[0])), group, n), group)
+
+
+start_reduce_scatter = differentiable(
+    "start_reduce_scatter(Tensor x, str group, int n, int c, int dim, int[] parts) -> Tensor",
+    _start_reduce_scatter,
+    lambda x, group, n, c, dim, parts: x.new_empty(with_size(x, dim, total(pieces(parts, n)[0]))),
+    lambda grad, shape, group, n, c, dim, parts: join(
+        wait(_gather(grad.contiguous(), group, n), group), dim, pieces(parts, n)
+    ),
+)
+wait_reduce_scatter = differentiable(
+    "wait_reduce_scatter(Tensor raw, int n, int c, int dim, int[] parts) -> Tensor",
+    lambda raw, n, c, dim, parts: _land(raw).narrow(dim, 0, total(pieces(parts, n)[c])).contiguous(),
+    lambda raw, n, c, dim, parts: raw.new_empty(with_size(raw, dim, total(pieces(parts, n)[c]))),
+    lambda grad, shape, n, c, dim, parts: widen(grad, dim, shape[dim]),
+)
+
+
+# all-to-all
+
+
+def _stack_messages(x: Tensor, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]) -> Tensor:
+    if dim == to_dim:
+        send, _, width = exchange(tuple(parts), tuple(to_parts), n, c)
+        return split(x, dim, send, width)
+    held, wanted = pieces(parts, n), pieces(to_parts, n)
+    return split(widen(x, dim, total(held[0])), to_dim, wanted, total(wanted[0]))
+
+
+def _start_all_to_all(
+    x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+) -> Tensor:
+    assert x.shape[dim] == total(pieces(parts, n)[c]), (
+        f"all-to-all of {tuple(x.shape)}, dim {dim} is not piece {c} of {parts}"
+    )
+    assert dim == to_dim or x.shape[to_dim] == sum(to_parts), (
+        f"all-to-all of {tuple(x.shape)}, dim {to_dim} is not {to_parts}"
+    )
+    return _flying(_swap(_stack_messages(x, n, c, dim, parts, to_dim, to_parts), group, n), group)
+
+
+def _start_all_to_all_fake(
+    x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+) -> Tensor:
+    if dim == to_dim:
+        return x.new_empty([n, *with_size(x, dim, exchange(tuple(parts), tuple(to_parts), n, c)[2])])
+    shape = with_size(x, dim, total(pieces(parts, n)[0]))
+    shape[to_dim] = total(pieces(to_parts, n)[0])
+    return x.new_empty([n, *shape])
+
+
+def _start_all_to_all_adjoint(
+    grad: Tensor,
+    shape: torch.Size,
+    group: str,
+    n: int,
+    c: int,
+    dim: int,
+    parts: list[int],
+    to_dim: int,
+    to_parts: list[int],
+) -> Tensor:
+    back = wait(_swap(grad, group, n), group)
+    if dim == to_dim:
+        return join(back, dim, exchange(tuple(parts), tuple(to_parts), n, c)[0])
+    return join(back.narrow(dim + 1, 0, shape[dim]), to_dim, pieces(to_parts, n))
+
+
+def _wait_all_to_all(
+    raw: Tensor, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+) -> Tensor:
+    done = _land(raw)
+    if dim == to_dim:
+        return join(done, dim, exchange(tuple(parts), tuple(to_parts), n, c)[1])
+    return join(done.narrow(to_dim + 1, 0, total(pieces(to_parts, n)[c])), dim, pieces(parts, n))
+
+
+def _wait_all_to_all_fake(
+    raw: Tensor, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+) -> Tensor:
+    shape = with_size(raw[0], dim, sum(parts))
+    shape[to_dim] = total(pieces(to_parts, n)[c])
+    return raw.new_empty(shape)
+
+
+def _wait_all_to_all_adjoint(
+    grad: Tensor, shape: torch.Size, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+) -> Tensor:
+    if dim == to_dim:
+        return split(grad, dim, exchange(tuple(parts), tuple(to_parts), n, c)[1], shape[dim + 1])
+    return split(widen(grad, to_dim, shape[to_dim + 1]), dim, pieces(parts, n), shape[dim + 1])
+
+
+start_all_to_all = differentiable(
+    "start_all_to_all(Tensor x, str group, int n, int c, int dim, int[] parts, int to_dim, int[] to_parts) -> Tensor",
+    _start_all_to_all,
+    _start_all_to_all_fake,
+    _start_all_to_all_adjoint,
+)
+wait_all_to_all = differentiable(
+    "wait_all_to_all(Tensor raw, int n, int c, int dim, int[] parts, int to_dim, int[] to_parts) -> Tensor",
+    _wait_all_to_all,
+    _wait_all_to_all_fake,
+    _wait_all_to_all_adjoint,
+)
+
+
+# Without communication in forward
+
+
+def _shard_adjoint(
+    grad: Tensor, shape: torch.Size, group: str, n: int, c: int, dim: int, parts: list[int], dual: str
+) -> Tensor:
+    held = pieces(parts, n)
+    if dual == "pad":
+        return put(grad, dim, held[c], shape[dim])
+    return join(wait(_gather(widen(grad, dim, total(held[0])), group, n), group), dim, held)
+
+
+shard = differentiable(
+    "shard(Tensor x, str group, int n, int c, int dim, int[] parts, str dual) -> Tensor",
+    lambda x, group, n, c, dim, parts, dual: take(x, dim, pieces(parts, n)[c]),
+    lambda x, group, n, c, dim, parts, dual: x.new_empty(with_size(x, dim, total(pieces(parts, n)[c]))),
+    _shard_adjoint,
+)
+pad = differentiable(
+    "pad(Tensor x, str group, int n, int c, int dim, int[] parts) -> Tensor",
+    lambda x, group, n, c, dim, parts: put(x, dim, pieces(parts, n)[c], sum(parts)),
+    lambda x, group, n, c, dim, parts: x.new_empty(with_size(x, dim, sum(parts))),
+    lambda grad, shape, group, n, c, dim, parts: take(grad, dim, pieces(parts, n)[c]),
+)
+keep = differentiable(
+    "keep(Tensor x, int c, str dual) -> Tensor",
+    lambda x, c, dual: _keep(x, c).contiguous(),
+    _same,
+    lambda grad, shape, c, dual: (_keep(grad, c) if dual == "keep" else grad).contiguous(),
+)
+replicate = differentiable(
+    "replicate(Tensor x, str group) -> Tensor",
+    lambda x, group: x.contiguous(),
+    _same,
+    lambda grad, shape, group: wait(_reduce(grad, group), group),
+)
+invariant = differentiable(
+    "invariant(Tensor x, int c) -> Tensor",
+    lambda x, c: x.contiguous(),
+    _same,
+    lambda grad, shape, c: _keep(grad, c).contiguous(),
+)
+
+
+# Over time: the coordinates run one after another, nothing is sent
+
+
+def _rows(size: int, microbatch: int, rows: list[int]) -> Run:
+    return Axis("time", len(rows), tuple(rows)).cut(0, size, microbatch)
+
+
+def _whole(size: int, microbatch: int, rows: list[int]) -> int:
+    return size * sum(rows) // rows[microbatch]
+
+
+time_shard = differentiable(
+    "time_shard(Tensor x, int microbatch, int[] rows, int dim) -> Tensor",
+    lambda x, microbatch, rows, dim: take(x, dim, (_rows(x.shape[dim], microbatch, rows),)),
+    lambda x, microbatch, rows, dim: x.new_empty(with_size(x, dim, _rows(x.shape[dim], microbatch, rows)[1])),
+    lambda grad, shape, microbatch, rows, dim: put(grad, dim, (_rows(shape[dim], microbatch, rows),), shape[dim]),
+)
+time_pad = differentiable(
+    "time_pad(Tensor x, int microbatch, int[] rows, int dim) -> Tensor",
+    lambda x, microbatch, rows, dim: put(
+        x,
+        dim,
+        (_rows(_whole(x.shape[dim], microbatch, rows), microbatch, rows),),
+        _whole(x.shape[dim], microbatch, rows),
+    ),
+    lambda x, microbatch, rows, dim: x.new_empty(with_size(x, dim, _whole(x.shape[dim], microbatch, rows))),
+    lambda grad, shape, microbatch, rows, dim: take(grad, dim, (_rows(grad.shape[dim], microbatch, rows),)),
+)
+time_keep = differentiable(
+    "time_keep(Tensor x, int microbatch) -> Tensor",
+    lambda x, microbatch: _keep(x, microbatch).contiguous(),
+    _same,
+    lambda grad, shape, microbatch: _keep(grad, microbatch).contiguous(),
+)

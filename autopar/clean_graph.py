@@ -1,0 +1,268 @@
+"""torch.export's module as the graph that the passes take: flat, canonical names, meta values, nothing that the plan cannot keep."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopar.errors import AutoparError
+from autopar.traps import is_users
+
+aten = torch.ops.aten
+CHECKS = (  # assertions about metadata that capture has proved, or that a split run cannot repeat
+    "aten::_assert_tensor_metadata",
+    "aten::_assert_async",
+    "aten::sym_constrain_range",
+    "aten::sym_constrain_range_for_size",
+    "aten::_assert_scalar",
+)
+
+
+def clean_graph(
+    program: fx.GraphModule, names: Sequence[str], aliases: Mapping[str, str], trainable: set[str], owned: set[str]
+) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
+    """The graph by the conventions of ``docs/design.md``, and the tensors that tracing lifted out of the code.
+
+    ``names``: placeholder names; ``aliases``: further names of tied tensors to the canonical one; ``trainable``: canonical FQNs,
+    ``owned``: FQNs of all parameters and buffers.
+    no_grad regions are inlined (what enters them passes through ``detach``), disabled autocast regions too; random
+    ops, enabled autocast and control-flow operators are refused.
+    """
+    inliner = _Inliner(names, aliases, trainable)
+    outputs = inliner.top(program)
+    inliner.graph.output({"outputs": outputs, "buffers": {}})
+    graph = inliner.graph
+    _drop_dead(graph)
+    for node in graph.nodes:
+        _refuse_random(node)
+    attributes = {str(n.target): n.meta["val"] for n in graph.nodes if n.op == "get_attr"}
+    constants = {n: t for n, t in inliner.tensors.items() if n in attributes and n not in owned}
+    return fx.GraphModule(_holder(attributes), graph), constants
+
+
+class _Inliner:
+    """Copies nodes into one new graph, higher-order regions inlined. ``flows``: nodes that a gradient passes through."""
+
+    def __init__(self, names: Sequence[str], aliases: Mapping[str, str], trainable: set[str]) -> None:
+        self.graph = fx.Graph()
+        self.names, self.aliases, self.trainable = names, aliases, trainable
+        self.attributes: dict[str, fx.Node] = {}
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.flows: set[fx.Node] = set()
+
+    def top(self, program: fx.GraphModule) -> tuple[fx.Node, ...]:
+        env: dict[fx.Node, Any] = {}
+        inputs = program.graph.find_nodes(op="placeholder")
+        for node, name in zip(inputs, self.names, strict=True):
+            env[node] = self.graph.placeholder(name)
+            env[node].meta = _meta(node)
+        result = self.region(program, env, frozenset())
+        return tuple(tree_leaves(result))
+
+    def region(self, module: fx.GraphModule, env: dict[fx.Node, Any], detached: frozenset[fx.Node]) -> Any:
+        """Copy a module's nodes; ``env`` has its placeholders; ``detached``: nodes that stand for tensors cut off outside."""
+        for node in module.graph.nodes:
+            if node.op == "placeholder" or (node.op == "call_module" and node.target == "_guards_fn"):
+                continue
+            if node.op == "output":
+                return tree_map(lambda a: env[a] if isinstance(a, fx.Node) else a, node.args[0])
+            env[node] = self.copy(module, node, env, detached)
+        raise AssertionError("a graph without an output")
+
+    def copy(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], detached: frozenset[fx.Node]) -> Any:
+        if node.op == "get_attr":
+            found = operator.attrgetter(str(node.target))(module)
+            return found if isinstance(found, fx.GraphModule) else self.attribute(str(node.target), found, node)
+        assert node.op == "call_function", f"{node.op} {node.target} in an exported graph"
+        if isinstance(node.target, torch._ops.HigherOrderOperator):
+            return self.higher_order(node, env, detached)
+        if node.target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):  # type: ignore[index]
+            return env[node.args[0]][node.args[1]]  # type: ignore[index]
+        if getattr(node.target, "_schema", None) is not None:
+            name = node.target._schema.name  # type: ignore[union-attr]
+            if name in CHECKS:
+                return None
+            if name in ("aten::detach_", "aten::lift_fresh") and env[node.args[0]] not in self.flows:  # type: ignore[index]
+                return env[node.args[0]]  # type: ignore[index]
+        new = self.graph.node_copy(node, lambda n: env[n])
+        new.meta = _meta(node)
+        if new.target is aten.lift_fresh_copy.default:
+            new.target = aten.clone.default
+        self._refuse_op(new, detached)
+        if new.target is not aten.detach.default and any(n in self.flows for n in new.all_input_nodes) and _floats(new):
+            self.flows.add(new)
+        return new
+
+    def attribute(self, target: str, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
+        name = target.removeprefix("model.")
+        name = self.aliases.get(name, name) if name != target else name
+        while name in self.tensors and self.tensors[name] is not tensor:
+            name += "_"
+        if name not in self.attributes:
+            self.attributes[name] = self.graph.get_attr(name)
+            self.attributes[name].meta = _meta(node)
+            self.tensors[name] = tensor
+            if name in self.trainable:
+                self.flows.add(self.attributes[name])
+        return self.attributes[name]
+
+    def higher_order(self, node: fx.Node, env: dict[fx.Node, Any], detached: frozenset[fx.Node]) -> Any:
+        kind = str(node.target)
+        if kind == "wrap_with_set_grad_enabled":
+            enabled, body, *operands = node.args
+            values = [env[a] for a in operands]  # type: ignore[index]
+            if enabled and any(v in detached for v in values):
+                raise AutoparError(
+                    f"{place(node)}: turns gradients on inside a no_grad region. Take it out of the region."
+                )
+            if not enabled:
+                values = [self.detach(v, node) for v in values]
+                detached = detached | {v for v in values if v.target is aten.detach.default}
+        elif kind == "wrap_with_autocast":
+            device_type, dtype, enabled, _cache, body, *operands = node.args
+            values = [env[a] for a in operands]  # type: ignore[index]
+            if enabled:
+                raise AutoparError(
+                    f"{place(_inner(env[body]))}: runs under autocast({device_type!r}, {dtype}) (its casts depend on the op and are no "  # type: ignore[index]
+                    "part of the graph). Cast with .to(), or convert the model to the dtype."
+                )
+        else:
+            raise AutoparError(f"{place(node)}: uses {kind} (only plain ops can be split). Write it with plain ops.")
+        region = env[body]  # type: ignore[index]
+        inputs = region.graph.find_nodes(op="placeholder")
+        return self.region(region, dict(zip(inputs, values, strict=True)), detached)
+
+    def detach(self, value: fx.Node, region: fx.Node) -> fx.Node:
+        if value not in self.flows:
+            return value
+        new = self.graph.call_function(aten.detach.default, (value,))
+        new.meta = {**_meta(region), "val": value.meta["val"]}
+        return new
+
+    def _refuse_op(self, node: fx.Node, detached: frozenset[fx.Node]) -> None:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None:
+            return
+        if schema.name in ("aten::embedding", "aten::embedding_bag") and argument(node, "sparse"):
+            raise AutoparError(
+                f"{place(node)}: embeds with sparse=True (sparse gradients cannot be reduced). Use sparse=False."
+            )
+        written = [
+            argument(node, a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
+        ]
+        if any(w in detached for w in written if isinstance(w, fx.Node)):
+            raise AutoparError(
+                f"{place(node)}: changes in place, under no_grad, a tensor that needs a gradient. Write it out of place."
+            )
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """The value of an op's argument by its schema name, given or default; None where it has none."""
+    for i, a in enumerate(node.target._schema.arguments):  # type: ignore[union-attr]
+        if a.name == name:
+            return (
+                node.args[i]
+                if i < len(node.args)
+                else node.kwargs.get(name, a.default_value if a.has_default_value() else None)
+            )
+    return None
+
+
+def place(node: fx.Node) -> str:
+    """Module FQN and the user's file:line of a node, for errors."""
+    stack = list((node.meta.get("nn_module_stack") or {}).values())
+    fqn = (str(stack[-1][0]) or str(stack[-1][1]).rpartition(".")[2]) if stack else str(node.target)
+    fqn = fqn.removeprefix("model.")
+    lines = [
+        line.strip() for line in _users_frames(node.meta.get("stack_trace") or "") if line.strip().startswith("File ")
+    ]
+    if not lines:
+        return fqn
+    number = lines[-1].partition("line ")[2].split(",")[0]
+    return f"{fqn} ({lines[-1].split(chr(34))[1]}:{number})"
+
+
+def _inner(module: fx.GraphModule) -> fx.Node:
+    return next((n for n in module.graph.nodes if n.op == "call_function"), next(iter(module.graph.nodes)))
+
+
+def _refuse_random(node: fx.Node) -> None:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    name = node.target._schema.name.removeprefix("aten::")
+    recurrent = name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+    if torch.Tag.nondeterministic_seeded not in node.target.tags and not recurrent and "dropout" not in name:
+        return
+    p = next((v for v in (argument(node, n) for n in ("p", "dropout_p", "dropout")) if v is not None), None)
+    training = next((v for v in (argument(node, n) for n in ("train", "training")) if v is not None), True)
+    if p == 0 or not training or (recurrent and p is None):
+        return
+    raise AutoparError(
+        f"{place(node)}: {name} draws random numbers{f' (p={p})' if p else ''} (random ops are refused until autopar has masks that "
+        "do not depend on the plan). Set its probability to 0, or use eval()."
+    )
+
+
+def _drop_dead(graph: fx.Graph) -> None:
+    """Erase nodes that nothing reads and that write nothing."""
+    for node in reversed(list(graph.nodes)):
+        if node.users or node.op in ("placeholder", "output"):
+            continue
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            graph.erase_node(node)
+
+
+def _floats(node: fx.Node) -> bool:
+    return any(
+        v.is_floating_point() or v.is_complex()
+        for v in tree_leaves(node.meta.get("val"))
+        if isinstance(v, torch.Tensor)
+    )
+
+
+def _meta(node: fx.Node) -> dict[str, Any]:
+    """What is kept of a node's meta: the value as a meta tensor, the module stack and source lines of the user's own code."""
+
+    def bare(v: Any) -> Any:
+        if not isinstance(v, torch.Tensor):
+            return v
+        with torch.no_grad():
+            return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")
+
+    meta = {"val": tree_map(bare, node.meta.get("val"))}
+    stack = node.meta.get("nn_module_stack")
+    if stack:
+        kept = {k: v for k, v in stack.items() if v[0] == "model" or str(v[0]).startswith("model.")}
+        meta["nn_module_stack"] = {k: (str(p)[len("model.") :], kind) for k, (p, kind) in kept.items()}
+    if node.meta.get("stack_trace"):
+        meta["stack_trace"] = "\n".join(_users_frames(node.meta["stack_trace"])) or node.meta["stack_trace"]
+    return meta
+
+
+def _users_frames(trace: str) -> Iterator[str]:
+    keep = True
+    for line in trace.splitlines():
+        if line.strip().startswith("File "):
+            keep = is_users(line.split('"')[1])
+        if keep:
+            yield line
+
+
+def _holder(attributes: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A module with a meta tensor under each FQN, so that the graph module is whole and copies of it cost nothing."""
+    root = torch.nn.Module()
+    for name, value in attributes.items():
+        *path, last = name.split(".")
+        at = root
+        for part in path:
+            if part not in at._modules:
+                at.add_module(part, torch.nn.Module())
+            at = at._modules[part]  # type: ignore[assignment]
+        at.register_buffer(last, value)
+    return root

@@ -1,0 +1,111 @@
+"""Running a captured graph in one process: the reference that every plan must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_map
+
+WIDER = {
+    torch.float32: torch.float64,
+    torch.float16: torch.float64,
+    torch.bfloat16: torch.float64,
+    torch.complex64: torch.complex128,
+    torch.complex32: torch.complex128,
+}
+
+
+def run_graph(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor], attrs: Mapping[str, torch.Tensor]) -> Any:
+    """Run the graph op by op and return what its output node holds, ``{"outputs": (loss, ...), "buffers": {...}}``.
+
+    ``inputs``: one tensor per placeholder, of the placeholders' shapes. ``attrs``: parameters, buffers and constants by
+    FQN; buffers that the graph changes in place are changed. Ops that create tensors do so on the device of ``attrs``.
+    Autograd works through it.
+
+    Example:
+        >>> run_graph(capture.graph, capture.flatten_inputs((x,)), capture.attributes)["outputs"][0].backward()
+    """
+    device = next((t.device for t in (*attrs.values(), *inputs)), torch.device("cpu"))
+    return _Evaluator(graph_module, attrs, device).run(*inputs)
+
+
+class _Evaluator(fx.Interpreter):
+    def __init__(self, graph_module: fx.GraphModule, attrs: Mapping[str, torch.Tensor], device: torch.device) -> None:
+        super().__init__(graph_module)
+        self.extra_traceback = False
+        self._attrs = attrs
+        self._device = device
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return self._attrs[target]
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        def here(a: Any) -> Any:
+            return self._device if isinstance(a, torch.device) else a
+
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": self._device}
+        return target(*(here(a) for a in args), **kwargs)
+
+
+def to_float64(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of the graph that computes in float64: dtype literals of casts and constructors, and ``meta["val"]``.
+
+    An op that makes float32 out of integers alone, or by default, is told to make float64. Give the copy's `run_graph`
+    float64 attributes and inputs (`double`).
+    """
+    graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph_module.graph.nodes:
+        new = env[node] = graph.node_copy(node, env.__getitem__)
+        new.args = tree_map(_wider, new.args)
+        new.kwargs = tree_map(_wider, new.kwargs)
+        if node.op == "call_function" and _makes_float32(node):
+            _ask_for_float64(graph, new)
+        new.meta["val"] = tree_map(_wider, node.meta.get("val"))
+    return fx.GraphModule(graph_module, graph)
+
+
+def double(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Float tensors as float64 leaves with the same ``requires_grad``, others cloned; names of one object stay one."""
+    made: dict[int, torch.Tensor] = {}
+    for t in tensors.values():
+        wide = t.detach().to(WIDER.get(t.dtype, t.dtype), copy=True)
+        made.setdefault(id(t), wide.requires_grad_(t.requires_grad))
+    return {name: made[id(t)] for name, t in tensors.items()}
+
+
+def _wider(a: Any) -> Any:
+    if isinstance(a, torch.dtype):
+        return WIDER.get(a, a)
+    if isinstance(a, torch.Tensor):
+        return a.to(WIDER.get(a.dtype, a.dtype))
+    return a
+
+
+def _makes_float32(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    if not isinstance(val, torch.Tensor) or val.dtype not in WIDER:
+        return False
+    if any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
+        return False
+    operands = [n.meta.get("val") for n in node.all_input_nodes]
+    flat = [v for o in operands for v in (o if isinstance(o, (tuple, list)) else (o,)) if isinstance(v, torch.Tensor)]
+    return not any(v.is_floating_point() or v.is_complex() for v in flat)
+
+
+def _ask_for_float64(graph: fx.Graph, node: fx.Node) -> None:
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and any(a.name == "dtype" for a in schema.arguments):
+        node.kwargs = {**node.kwargs, "dtype": torch.float64}
+        return
+    first = next(iter(node.all_input_nodes), None)
+    if first is None or not isinstance(first.meta.get("val"), torch.Tensor):
+        return
+    with graph.inserting_before(node):
+        cast = graph.call_function(torch.ops.aten.to.dtype, (first, torch.float64))
+    cast.meta = {**first.meta, "val": first.meta["val"].to(torch.float64)}
+    node.replace_input_with(first, cast)

@@ -1,0 +1,202 @@
+"""What a model must not do, found before and while it is traced: each ends in one `AutoparError`.
+
+torch.export drops these without a word (hooks, custom backwards, autocast around the call) or makes a graph that cannot
+be split; ``docs/design.md`` section 10 has the figures.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import unittest.mock
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+from autopar.errors import AutoparError
+
+TORCH = os.path.dirname(torch.__file__) + os.sep
+HERE = os.path.dirname(os.path.abspath(__file__))
+CONTEXTS = {contextlib.__file__, unittest.mock.__file__}
+WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DataParallel": "DataParallel",
+    "FullyShardedDataParallel": "FSDP",
+    "FSDPModule": "FSDP2 (fully_shard)",
+    "OptimizedModule": "torch.compile",
+    "ScriptModule": "TorchScript",
+}
+
+
+def refuse_model(model: nn.Module) -> None:
+    """Raise unless ``model`` is a plain module whose forward and backward torch.export keeps."""
+    if not isinstance(model, nn.Module):
+        raise AutoparError(f"model: is a {type(model).__name__} (not a torch.nn.Module). Pass the module itself.")
+    for name, module in model.named_modules(remove_duplicate=False):
+        _refuse_module(name or type(model).__name__, module)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        _refuse_parameter(name, parameter)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if nn.parameter.is_lazy(buffer):
+            raise AutoparError(f"{name}: is not initialised yet (lazy module). Run one forward pass first.")
+    devices = sorted({str(t.device) for t in (*model.parameters(), *model.buffers())})
+    if len(devices) > 1:
+        raise AutoparError(f"model: is spread over devices {', '.join(devices)}. Put all of it on one, or on meta.")
+    kinds = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    if any(torch.is_autocast_enabled(kind) for kind in kinds):
+        raise AutoparError(
+            "autocast: is on around capture (torch.export drops it). Leave it, or cast the model's parts."
+        )
+
+
+def _refuse_module(name: str, module: nn.Module) -> None:
+    for kind in type(module).__mro__:
+        if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
+            what = WRAPPERS[kind.__name__]
+            raise AutoparError(f"{name}: is wrapped by {what} (autopar places the model itself). Pass the plain model.")
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        raise AutoparError(f"{name}: was compiled by .compile() (capture needs plain code). Pass the plain model.")
+    if isinstance(module, nn.SyncBatchNorm):
+        raise AutoparError(
+            f"{name}: is a SyncBatchNorm (autopar's BatchNorm already has the whole batch's statistics). Use nn.BatchNorm."
+        )
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        raise AutoparError(
+            f"{name}: has sparse=True (sparse gradients cannot be reduced over ranks). Use sparse=False."
+        )
+    if module._backward_hooks or module._backward_pre_hooks:
+        raise AutoparError(
+            f"{name}: has a backward hook (capture would drop it). Remove it; forward hooks are kept, and gradients can "
+            "be changed between step() and the optimizer."
+        )
+
+
+def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
+    if nn.parameter.is_lazy(parameter):
+        raise AutoparError(f"{name}: is not initialised yet (lazy module). Run one forward pass first.")
+    if type(parameter.data).__name__ == "DTensor":
+        raise AutoparError(f"{name}: is a DTensor (autopar shards parameters itself). Pass the plain model.")
+    if torch.utils._python_dispatch.is_traceable_wrapper_subclass(parameter):
+        raise AutoparError(f"{name}: is a {type(parameter).__name__} (not a plain tensor). Use plain parameters.")
+    if parameter.layout is not torch.strided:
+        raise AutoparError(
+            f"{name}: has layout {parameter.layout} (only dense parameters can be split). Make it dense."
+        )
+    if parameter.is_complex() and parameter.requires_grad:
+        raise AutoparError(f"{name}: is complex (collectives sum real numbers). Keep it as two real parameters.")
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+        raise AutoparError(
+            f"{name}: has a gradient hook (it would see a shard of the gradient). Remove it and change the gradient "
+            "between step() and the optimizer."
+        )
+
+
+@contextmanager
+def watched_trace(model: nn.Module, hints: list[str]) -> Iterator[None]:
+    """While the model is traced: refuse custom backwards and tensor hooks, note checkpointed regions in ``hints``."""
+    names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
+            return original_apply(cls, *args, **kwargs)
+        if not any(isinstance(a, torch.Tensor) for a in args) and cls.__name__ != "CheckpointFunction":
+            return original_apply(cls, *args, **kwargs)
+        where = where_now(names)
+        if cls.__name__ == "CheckpointFunction":
+            raise AutoparError(
+                f"{where}: uses reentrant checkpointing (capture loses its gradient). Use use_reentrant=False."
+            )
+        raise AutoparError(
+            f"{where}: calls autograd.Function {cls.__name__} (capture would lose its backward). Write it with plain ops, or "
+            "as a torch.library.custom_op with register_autograd."
+        )
+
+    def register_hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if _inside_torch(sys._getframe(1)):
+            return original_hook(self, *args, **kwargs)
+        raise AutoparError(
+            f"{where_now(names)}: registers a gradient hook on a tensor (capture would drop it). Remove it."
+        )
+
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        note = f"{where_now(names)}: its checkpointed region is dropped; recomputation is the plan's choice."
+        if note not in hints:
+            hints.append(note)
+        return original_checkpoint(*args, **kwargs)
+
+    original_apply: Callable[..., Any] = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    original_hook = torch.Tensor.register_hook
+    original_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+        stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
+        stack.enter_context(patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint))
+        yield
+
+
+def refuse_failure(model: nn.Module, error: BaseException, rows: int) -> AutoparError:
+    """The one-line error for a failed trace at batch ``rows``, with the model's file:line."""
+    chain: list[BaseException] = []
+    at: BaseException | None = error
+    while at is not None and at not in chain:
+        chain.append(at)
+        at = at.__cause__ or at.__context__
+    for link in chain:
+        if isinstance(link, AutoparError):
+            return link
+    names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
+    where = next((w for w in (_where_raised(link, names) for link in chain) if w), type(model).__name__)
+    kinds = {type(link).__name__ for link in chain}
+    if kinds & {"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"}:
+        return AutoparError(
+            f"{where}: what runs here depends on the values of tensors (a plan must hold for every batch). Use torch.where "
+            "or masks, or pass the decision as a Python argument."
+        )
+    text = str(error).strip().splitlines() or [""]
+    return AutoparError(f"{where}: cannot be captured at batch size {rows} ({type(error).__name__}: {text[0][:300]}).")
+
+
+def where_now(names: dict[int, str]) -> str:
+    """Module FQN and file:line of the innermost user frame that is running; ``names``: FQN by id of module."""
+    frames: list[tuple[FrameType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        frames.append((frame, frame.f_lineno))
+        frame = frame.f_back
+    return _place(frames, names)
+
+
+def _where_raised(error: BaseException, names: dict[int, str]) -> str:
+    """The same for the frame that raised ``error``; empty where no user frame is in its traceback."""
+    frames: list[tuple[FrameType, int]] = []
+    traceback = error.__traceback__
+    while traceback is not None:
+        frames.append((traceback.tb_frame, traceback.tb_lineno))
+        traceback = traceback.tb_next
+    return _place(frames[::-1], names)
+
+
+def _place(frames: list[tuple[FrameType, int]], names: dict[int, str]) -> str:
+    user = [(f, line) for f, line in frames if not _inside_torch(f)]
+    modules = [id(f.f_locals["self"]) for f, _ in frames if isinstance(f.f_locals.get("self"), nn.Module)]
+    fqn = next((names[m] for m in modules if m in names), "")
+    if not fqn or not user:
+        return fqn
+    frame, line = user[0]
+    return f"{fqn} ({frame.f_code.co_filename}:{line})"
+
+
+def _inside_torch(frame: FrameType) -> bool:
+    return not is_users(frame.f_code.co_filename)
+
+
+def is_users(filename: str) -> bool:
+    """Whether code in ``filename`` is the user's (or a model library's), not torch's or autopar's own."""
+    return not filename.startswith((TORCH, "<")) and os.path.dirname(filename) != HERE and filename not in CONTEXTS

@@ -1,0 +1,65 @@
+"""Nested inputs and outputs as a flat list of leaves, and back.
+
+Containers are those that ``torch.utils._pytree`` knows (dict, list, tuple, namedtuple, Hugging Face's ``ModelOutput``)
+and plain dataclasses; everything else is a leaf.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+
+@dataclasses.dataclass(frozen=True)
+class Tree:
+    """The structure that `flatten` took off. ``inner`` has, for a leaf that is a dataclass, its type and the tree
+    of its fields; None as type is a field, whose value is the subtree itself."""
+
+    spec: pytree.TreeSpec
+    inner: tuple[tuple[type | None, Tree] | None, ...]
+    size: int  # leaves in all
+
+
+def flatten(value: Any, path: str = "") -> tuple[list[tuple[str, Any]], Tree]:
+    """The leaves of ``value`` with their paths (``path`` is put in front), and the structure around them.
+
+    Example:
+        >>> flatten({"x": [1, 2]}, "args[0]")[0]
+        [("args[0]['x'][0]", 1), ("args[0]['x'][1]", 2)]
+    """
+    pairs, spec = pytree.tree_flatten_with_path(value)
+    leaves: list[tuple[str, Any]] = []
+    inner: list[tuple[type | None, Tree] | None] = []
+    for keys, leaf in pairs:
+        where = path + pytree.keystr(keys)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
+            below = [(name, *flatten(v)) for name, v in fields.items()]
+            leaves += [(f"{where}.{name}{p}", v) for name, found, _ in below for p, v in found]
+            _, fields_spec = pytree.tree_flatten({name: 0 for name in fields})
+            trees = tuple((None, tree) for _, _, tree in below)
+            inner.append((type(leaf), Tree(fields_spec, trees, sum(t.size for _, t in trees))))
+        else:
+            leaves.append((where, leaf))
+            inner.append(None)
+    return leaves, Tree(spec, tuple(inner), len(leaves))
+
+
+def unflatten(leaves: Sequence[Any], tree: Tree) -> Any:
+    """The value of which ``leaves`` are the leaves, in `flatten`'s order."""
+    assert len(leaves) == tree.size, f"{len(leaves)} leaves for a tree of {tree.size}"
+    at, values = 0, []
+    for below in tree.inner:
+        if below is None:
+            values.append(leaves[at])
+            at += 1
+        else:
+            kind, subtree = below
+            piece = leaves[at : at + subtree.size]
+            at += subtree.size
+            value = unflatten(piece, subtree)
+            values.append(value if kind is None else kind(**value))
+    return pytree.tree_unflatten(values, tree.spec)

@@ -44,10 +44,23 @@ def _check_axes(plan: Plan, where: str) -> None:
             raise fail(where, f"{path}.size", f"{axis.size} is not the number of microbatches, {plan.microbatches}.")
     if plan.microbatches < 1:
         raise fail(where, "$.microbatches", f"{plan.microbatches} is not a count. Legal: 1 or more.")
+    _check_batch(plan, where)
     if math.prod(plan.mesh.values()) != plan.ranks:
         raise fail(where, "$.mesh", f"makes {math.prod(plan.mesh.values())} ranks, the axes make {plan.ranks}.")
     if plan.ranks > (room := plan.cluster.nodes * plan.cluster.ranks_per_node):
         raise fail(where, "$.axes", f"make {plan.ranks} ranks, the cluster has {room}.")
+
+
+def _check_batch(plan: Plan, where: str) -> None:
+    """Every microbatch must give every data rank a row."""
+    if plan.batch is None:
+        if plan.microbatches > 1:
+            raise fail(where, "$.batch", f"is null, but {plan.microbatches} microbatches need to know their rows.")
+        return
+    data = math.prod(a.size for a in plan.axes if a.name == "dp")
+    if plan.batch < 1 or plan.batch % data or plan.batch < data * plan.microbatches:
+        need = f"a multiple of {data}, at least {data * plan.microbatches} (dp x microbatches)"
+        raise fail(where, "$.batch", f"{plan.batch} is not legal. Legal: {need}.")
 
 
 def _check_classes(plan: Plan, where: str) -> None:
@@ -81,6 +94,8 @@ def _check_units(plan: Plan, where: str) -> None:
 
 
 def _check_parameters(plan: Plan, where: str) -> None:
+    for name, layout in plan.inputs.items():
+        _check_layout(layout, len(plan.axes), None, where, f"$.inputs[{json.dumps(name)}]")
     for fqn, parameter in plan.parameters.items():
         path = f"$.parameters[{json.dumps(fqn)}]"
         for name in ("rest", "use"):

@@ -226,7 +226,8 @@ class Proof:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan; see the module. ``batch``: rows of the global batch; ``pins``: what the user fixed, as typed.
+    """A plan; see the module. ``batch``: rows of the global batch; ``inputs``: the layout in which each input (and what
+    the prologue made) is read; ``pins``: what the user fixed, as typed.
 
     Raises AutoparError, in `load` and `loads`, with the JSON path and the legal values.
     """
@@ -241,6 +242,7 @@ class Plan:
     microbatches: int = 1
     batch: int | None = None
     schedule: Schedule = Schedule()
+    inputs: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     recompute: Recompute = Recompute()
     relaxations: Mapping[str, str] = field(default_factory=dict)

@@ -77,6 +77,7 @@ def _plan():
         stages=(Stage(0, 2),),
         microbatches=3,
         batch=14,
+        inputs={"ids": "S0 R S0"},
         parameters={
             "h.0.fc.weight": Parameter((16, 8), "S0 S0(8+4+4)@1 R", "R S0(8+4+4) R", "use", "microbatch"),
             "h.0.fc.scale": Parameter((), "I I R", "R I R", "never", "step", aliases=("scale",)),
@@ -169,6 +170,9 @@ def _broken(path, value):
         (["microbatches"], 0, "plan: at $.axes[2].size: 3 is not the number of microbatches, 0."),
         (["microbatches"], True, "plan: at $.microbatches: true is not an integer."),
         (["deterministic"], 1, "plan: at $.deterministic: 1 is not true or false."),
+        (["batch"], None, "plan: at $.batch: is null, but 3 microbatches need to know their rows."),
+        (["batch"], 4, "plan: at $.batch: 4 is not legal. Legal: a multiple of 2, at least 6 (dp x microbatches)."),
+        (["inputs", "ids"], "S0 R", "plan: at $.inputs[\"ids\"]: 'S0 R' has 2 words for 3 axes."),
         (["mesh", "tp"], 4, "plan: at $.mesh: makes 8 ranks, the axes make 4."),
         (["cluster", "ranks_per_node"], 2, "plan: at $.axes: make 4 ranks, the cluster has 2."),
         (["cluster", "device"], "tpu", 'plan: at $.cluster.device: "tpu" is not legal. Legal: "cpu", "cuda".'),

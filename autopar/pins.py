@@ -109,11 +109,14 @@ class Pins:
                 )
         return Pins(**found, layouts=tuple(sorted(layouts.items())))
 
+    def given(self) -> dict[str, str]:
+        """What the user gave, each key with its value as it is typed: ``{"tp": "2", "sp": "false"}``."""
+        words = {key: _word(getattr(self, key)) for key in KEYS if getattr(self, key) not in (None, ())}
+        return words | {LAYOUT + fqn: ",".join(f"{a}:{w}" for a, w in axes) for fqn, axes in self.layouts}
+
     def text(self) -> str:
-        """The pins as they are typed, in the fixed order of keys: ``tp=2 zero=3``; ``none`` with nothing pinned."""
-        words = [f"{key}={_word(getattr(self, key))}" for key in KEYS if getattr(self, key) not in (None, ())]
-        words += [f"{LAYOUT}{fqn}={','.join(f'{a}:{w}' for a, w in axes)}" for fqn, axes in self.layouts]
-        return " ".join(words) or "none"
+        """The same on one line, ``tp=2 zero=3``; ``no pins`` with nothing pinned."""
+        return " ".join(f"{key}={value}" for key, value in self.given().items()) or "no pins"
 
     def named(self) -> frozenset[str]:
         """The keys that the user gave: each is an obligation."""

@@ -16,7 +16,8 @@ def test_text_and_mapping_say_the_same():
     assert Pins.parse(text.text().split()) == text
     assert Pins.parse(text) is text
     assert text.named() == {"tp", "zero", "microbatches", "sp", "recompute", "layouts"}
-    assert Pins.parse(None).text() == "none"
+    assert Pins.parse(None).text() == "no pins"
+    assert Pins.parse(text.given()) == text
 
 
 def test_every_reserved_key_parses():

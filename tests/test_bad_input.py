@@ -1,0 +1,230 @@
+"""Every kind of bad input ends in one clear line and exit code 2, never in a traceback."""
+
+import json
+import re
+import sys
+
+import pytest
+
+from autopar.cli import main
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.pins import Pins, resolve
+from autopar.plan import ModelId, Plan
+
+MLP = "autopar.models.mlp:make"
+MODELS = {
+    "good.py": """
+        import torch
+        def make(layers=2, *, width=4):
+            return torch.nn.Linear(width, 1), (torch.ones(2, width),), {}
+        def _private(): ...
+        size = 3
+        """,
+    "syntax.py": "def make(:\n",
+    "broken.py": """
+        import torch
+        raise RuntimeError("no data here")
+        """,
+    "imports.py": "import a_module_that_nobody_has\ndef make(): ...\n",
+    "raises.py": """
+        import torch
+        def make(width=4):
+            layer = torch.nn.Linear(width, 1)
+            return layer.weight.view(3, 3), (), {}
+        def exits():
+            raise SystemExit(3)
+        def needs(width):
+            return None
+        """,
+    "returns.py": """
+        import torch
+        layer = torch.nn.Linear(2, 1)
+        def model(): return layer
+        def two(): return layer, (torch.ones(1, 2),)
+        def none(): return None
+        def args(): return layer, torch.ones(1, 2), {}
+        def kwargs(): return layer, (), None
+        def other(): return "layer", (), {}
+        """,
+    "empty.py": "x = 1\n",
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    import textwrap
+
+    for name, text in MODELS.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    plan = json.loads(Plan(ModelId("sha256:0")).dumps())
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "newer.json").write_text(json.dumps(plan | {"schema": 99}))
+    (tmp_path / "typo.json").write_text(json.dumps(plan | {"microbatch": 2}))
+    (tmp_path / "value.json").write_text(json.dumps(plan | {"microbatches": "two"}))
+    (tmp_path / "text.json").write_text("not json")
+    (tmp_path / "list.json").write_text("[1, 2]")
+    (tmp_path / "empty.json").write_text("[]")
+    (tmp_path / "pins.json").write_text('[{"tp": 2}, {"tpp": 2}]')
+    (tmp_path / "entry.json").write_text('[{"model": "good.py:make", "pin": {"tp": 2}}]')
+    (tmp_path / "type.json").write_text('[{"model": "good.py:make", "ranks": "2"}]')
+    (tmp_path / "cluster.json").write_text('{"name": "x"}')
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    for name in [n for n in sys.modules if n.startswith("autopar_model_")]:
+        del sys.modules[name]
+
+
+def _refused(words, capsys):
+    """The one line that a command is refused with."""
+    code = main(words)
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err, captured.err
+    assert code == 2 and captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("autopar: ") and line.endswith("."), line
+    return line
+
+
+COMMANDS = {
+    "no command": ("", "required: COMMAND"),
+    "an unknown command": ("verfy", "invalid choice: 'verfy'"),
+    "an unknown flag": (f"verify {MLP} --ranks 2 --rank 2", "unrecognized arguments: --rank 2"),
+    "two pins in one flag": (f"verify {MLP} --ranks 2 --pin tp=2 dp=1", "unrecognized arguments: dp=1 (one --pin"),
+    "no ranks": (f"verify {MLP}", "required: --ranks"),
+    "ranks that are no number": (f"verify {MLP} --ranks two", "invalid int value: 'two'"),
+    "no ranks at all": (f"verify {MLP} --ranks 0", "ranks: 0 is not a number of ranks"),
+    "negative ranks": (f"verify {MLP} --ranks -2", "ranks: -2 is not a number of ranks"),
+    "a batch of nothing": (f"verify {MLP} --ranks 2 --batch 0", "batch: 0 is not a number of rows"),
+    # pins
+    "a misspelt pin": (f"verify {MLP} --ranks 2 --pin zreo=3", "unknown key 'zreo', did you mean 'zero'?"),
+    "a pin without value": (f"verify {MLP} --ranks 2 --pin tp", "pin 'tp': is not KEY=VALUE"),
+    "a pin that is no number": (f"verify {MLP} --ranks 2 --pin tp=two", "Legal: an integer of at least 1"),
+    "a zero stage there is not": (f"verify {MLP} --ranks 2 --pin zero=4", "Legal: 0, 1, 2, 3"),
+    "a pin given twice": (f"verify {MLP} --ranks 2 --pin tp=2 --pin tp=1", "'tp' is pinned twice"),
+    "a schedule there is not": (
+        f"verify {MLP} --ranks 2 --pin schedule=x",
+        "Legal: gpipe, 1f1b, interleaved, zero_bubble",
+    ),
+    "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin pp=2", "pin pp=2: not supported yet"),
+    "sequence parallelism": (f"verify {MLP} --ranks 2 --pin tp=2 --pin sp=true", "pin sp=true: not supported yet"),
+    "a degree that does not fit": (
+        f"verify {MLP} --ranks 4 --pin tp=3",
+        "tp=3 does not divide 4 ranks. Legal: tp=1, tp=2",
+    ),
+    "degrees that leave ranks over": (f"verify {MLP} --ranks 4 --pin dp=2", "makes 2 ranks, there are 4"),
+    "a batch that dp does not divide": (
+        f"verify {MLP} --ranks 4 --batch 6",
+        "dp=4 does not divide the batch of 6 rows",
+    ),
+    "too many microbatches": (
+        f"verify {MLP} --ranks 2 --batch 4 --pin microbatches=3",
+        "needs a batch of at least 6 rows, it has 4. Legal: microbatches=1 to 2",
+    ),
+    # models
+    "a model without factory": (
+        "verify good.py --ranks 2",
+        "MODEL 'good.py': names no function. Write path/to/file.py:factory",
+    ),
+    "a setting without value": ("verify good.py:make --ranks 2 --set layers", "--set 'layers': is not KEY=VALUE"),
+    "a setting given twice": ("verify good.py:make --ranks 2 --set a=1 --set a=2", "'a' is set twice"),
+    "a loss without function": ("verify good.py:make --ranks 2 --loss good.py", "--loss 'good.py': names no function"),
+    "no such file": ("plan nowhere.py:make", "nowhere.py:make: no such file: nowhere.py"),
+    "no such module": ("plan nowhere.models:make", "nowhere.models:make: no module 'nowhere'"),
+    "no such submodule": ("plan autopar.nowhere:make", "no module 'autopar.nowhere'"),
+    "neither file nor module": ("plan good.txt/x:make", "is neither a file ending in .py nor a module"),
+    "a misspelt factory": ("plan good.py:mkae", "good.py has no 'mkae', did you mean 'make'? Functions there: make."),
+    "a file without functions": ("plan empty.py:make", "empty.py has no 'make'. It has no functions."),
+    "a factory that is no function": ("plan good.py:size", "'size' is a int, not a function. Legal: make."),
+    "an unexpected option": (
+        "plan good.py:make --set layer=2",
+        "has no option 'layer', did you mean 'layers'? Legal: layers, width.",
+    ),
+    "a missing option": ("plan raises.py:needs", "needs the option 'width'. Pass --set width=VALUE."),
+    "a file with a syntax error": ("plan syntax.py:make", r"importing it raised SyntaxError: .* \(.*syntax.py:1\)"),
+    "a file that raises": ("plan broken.py:make", r"RuntimeError: no data here \(.*broken.py:3\)"),
+    "a file whose import is missing": (
+        "plan imports.py:make",
+        r"No module named 'a_module_that_nobody_has' \(.*imports.py:1\)",
+    ),
+    "a factory that raises": (
+        "plan raises.py:make",
+        r"the factory raised RuntimeError: .*invalid for input.*\(.*raises.py:5\)",
+    ),
+    "a factory that exits": ("plan raises.py:exits", r"the factory raised SystemExit: 3 \(.*raises.py:7\)"),
+    "a factory that returns a model": (
+        "plan returns.py:model",
+        "returned a Linear. Return three: (model, args, kwargs).",
+    ),
+    "a factory that returns two": ("plan returns.py:two", "the factory returned 2 values"),
+    "a factory that returns nothing": ("plan returns.py:none", "the factory returned a NoneType"),
+    "args that are a tensor": ("plan returns.py:args", "the factory's args are a Tensor. Return a tuple: (x,)."),
+    "kwargs that are none": ("plan returns.py:kwargs", "kwargs are no dict"),
+    "a model that is no module": ("plan returns.py:other", "first value is a str, not an nn.Module"),
+    "a misspelt loss": ("plan good.py:make --loss good.py:lsos", "--loss good.py:lsos: good.py has no 'lsos'"),
+    # clusters
+    "a misspelt cluster": (
+        "plan good.py:make --cluster h100-dxg",
+        "unknown, did you mean 'h100-dgx'? Legal: a100-dgx, h100-dgx, local",
+    ),
+    "no such cluster file": ("plan good.py:make --cluster x.json", "cluster: no such file: x.json"),
+    "a cluster file that is none": (
+        "plan good.py:make --cluster cluster.json",
+        "at $: the key 'ranks_per_node' is missing",
+    ),
+    "no nodes": ("plan good.py:make --cluster h100-dgx --nodes 0", "nodes=0 is not a number of nodes"),
+    "nodes of the local cluster": ("plan good.py:make --nodes 2", "the local cluster is this machine"),
+    "ranks of another cluster": ("plan good.py:make --cluster h100-dgx --ranks 4", "says how many ranks a node has"),
+    # plans
+    "no such plan": ("explain nowhere.json", "plan: no such file: nowhere.json"),
+    "a plan that is not JSON": ("explain text.json", "plan: text.json is not JSON"),
+    "JSON that is no plan": ("explain list.json", "list.json: is not a plan"),
+    "a newer plan": ("explain newer.json", "newer.json: at $.schema: 99 is newer than this autopar reads"),
+    "a plan with an unknown key": (
+        "explain typo.json",
+        "typo.json: at $: unknown key 'microbatch', did you mean 'microbatches'?",
+    ),
+    "a plan with a wrong value": ("explain value.json", 'value.json: at $.microbatches: "two" is not an integer'),
+    "a pin for a finished plan": ("explain plan.json --pin tp=2", "--pin: plan.json is a finished plan"),
+    "plans that are no list": (
+        f"verify {MLP} --ranks 2 --plans plan.json",
+        "--plans plan.json: is not a list of objects",
+    ),
+    "an empty list of plans": (f"verify {MLP} --ranks 2 --plans empty.json", "is not a list of objects"),
+    "a misspelt pin in a list": (
+        f"verify {MLP} --ranks 2 --plans pins.json",
+        "pins.json: at $[1]: pin tpp=2: unknown key 'tpp'",
+    ),
+    "a misspelt key in a list": (
+        f"verify {MLP} --ranks 2 --plans entry.json",
+        "entry.json: at $[0]: unknown key 'pin', did you mean 'pins'?",
+    ),
+    "a wrong type in a list": (
+        f"verify {MLP} --ranks 2 --plans type.json",
+        'type.json: at $[0].ranks: "2" is not a int',
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_command(kind, folder, capsys):
+    words, expected = COMMANDS[kind]
+    line = _refused(words.split(), capsys)
+    assert expected in line or re.search(expected, line), line
+
+
+CALLS = {
+    "pins of the wrong type": (lambda: Pins.parse({"tp": 2.5}), "pin tp=2.5: not a legal value"),
+    "pins that do not fit": (lambda: resolve(Pins.parse({"tp": 5}), 4), "tp=5 does not divide 4 ranks"),
+    "a cluster that is a number": (lambda: Cluster.of(4), "a int is no cluster"),
+    "a local cluster of no ranks": (lambda: Cluster.local(ranks=0), "ranks=0"),
+}
+
+
+@pytest.mark.parametrize("kind", CALLS)
+def test_call(kind):
+    call, expected = CALLS[kind]
+    with pytest.raises(AutoparError) as error:
+        call()
+    assert expected in str(error.value) and "\n" not in str(error.value)

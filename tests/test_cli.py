@@ -1,0 +1,239 @@
+"""The command line: exit codes, streams, and what it hands to verify and compile (stood in for here)."""
+
+import json
+import subprocess
+import sys
+import types
+from dataclasses import dataclass, field
+
+import pytest
+
+import autopar
+from autopar.cli import main
+from autopar.errors import AutoparError
+from autopar.plan import ClusterId, ModelId, Plan, PlanAxis
+
+MLP = "autopar.models.mlp:make"
+
+
+@dataclass(frozen=True)
+class Worst:
+    name: str
+    kind: str
+    abs: float
+    rel: float
+
+
+@dataclass(frozen=True)
+class Share:
+    flops: float
+    param_bytes: float
+    saved_bytes: float
+
+
+@dataclass(frozen=True)
+class Result:
+    """The shape of `autopar.verify.VerifyResult`."""
+
+    ok: bool
+    ranks: int
+    plan: str
+    worst: tuple[Worst, ...] = (Worst("fc.weight", "grad", 1e-12, 3e-12),)
+    divided: dict[str, Share] = field(default_factory=lambda: {"tp": Share(0.5, 0.49, 0.25)})
+    seconds: float = 1.5
+    limits: tuple[str, ...] = ("fp64 1e-10",)
+
+
+@pytest.fixture
+def verify(monkeypatch):
+    """`verify_many` answers from ``answers`` in turn (a result, or an exception to raise) and keeps its ``calls``."""
+    stub = types.ModuleType("autopar.verify")
+    stub.calls, stub.answers = [], {}
+
+    def verify_many(spec, ranks, plans, *, batch=None):
+        stub.calls.append((spec, ranks, [p.text() for p in plans], batch))
+        print("a library prints to stdout")
+        found = [stub.answers.get(p.text(), Result(True, ranks, p.text())) for p in plans]
+        for answer in found:
+            if isinstance(answer, BaseException) and not isinstance(answer, AutoparError):
+                raise answer
+        return found
+
+    stub.verify_many = verify_many
+    monkeypatch.setitem(sys.modules, "autopar.verify", stub)
+    return stub
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """`autopar.compile` gives one plan and keeps its ``calls``."""
+    calls = []
+    plan = Plan(
+        ModelId("sha256:ab", "MLP"), ClusterId(ranks_per_node=2), (PlanAxis("tp", 2, "host", 1, ("tp",)),), {"tp": 2}
+    )
+
+    def compile(model, cluster, **options):
+        calls.append((model, cluster, options))
+        return types.SimpleNamespace(plan=plan)
+
+    monkeypatch.setitem(vars(autopar), "compile", compile)
+    return types.SimpleNamespace(calls=calls, plan=plan)
+
+
+def test_verify_that_is_equal(verify, capsys):
+    assert (
+        main(
+            [
+                "verify",
+                MLP,
+                "--ranks",
+                "2",
+                "--pin",
+                "tp=2",
+                "--pin",
+                "microbatches=2",
+                "--batch",
+                "8",
+                "--set",
+                "layers=3",
+            ]
+        )
+        == 0
+    )
+    ((spec, ranks, plans, batch),) = verify.calls
+    assert (spec.target, spec.options, spec.loss, ranks, plans, batch) == (
+        MLP,
+        {"layers": 3},
+        None,
+        2,
+        ["tp=2 microbatches=2"],
+        8,
+    )
+    out = capsys.readouterr().out
+    assert "equal to one process: tp=2 microbatches=2" in out and "fc.weight" in out and "50.0% of flops" in out
+
+
+def test_verify_that_differs_exits_1(verify, capsys):
+    verify.answers["tp=2"] = Result(False, 2, "tp=2 on 2 ranks")
+    assert main(["verify", MLP, "--ranks", "2", "--pin", "tp=2"]) == 1
+    assert "DIFFERS FROM one process: tp=2 on 2 ranks" in capsys.readouterr().out
+
+
+def test_verify_that_is_refused_exits_2(verify, capsys):
+    verify.answers["tp=2"] = AutoparError("pins: tp=2 divides nothing.")
+    assert main(["verify", MLP, "--ranks", "2", "--pin", "tp=2"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "autopar: pins: tp=2 divides nothing."
+
+
+def test_verify_json_is_alone_on_stdout(verify, capfd):
+    assert main(["verify", MLP, "--ranks", "2", "--json"]) == 0
+    captured = capfd.readouterr()
+    found = json.loads(captured.out)
+    assert found["ok"] is True and found["ranks"] == 2 and found["seconds"] == 1.5
+    assert found["worst"] == [{"name": "fc.weight", "kind": "grad", "abs": 1e-12, "rel": 3e-12}]
+    assert found["divided"] == {"tp": {"flops": 0.5, "param_bytes": 0.49, "saved_bytes": 0.25}}
+    assert "a library prints" in captured.err
+
+
+def test_json_of_an_error(verify, capsys):
+    assert main(["verify", MLP, "--ranks", "2", "--pin", "tpp=2", "--json"]) == 2
+    captured = capsys.readouterr()
+    assert json.loads(captured.out) == {"ok": False, "error": captured.err.removeprefix("autopar: ").rstrip("\n")}
+
+
+def test_plans_share_a_launch(verify, tmp_path, capsys):
+    file = tmp_path / "plans.json"
+    entries = [
+        {"tp": 2},
+        {"zero": 3},
+        {"model": "autopar.models.gpt2:make", "pins": {"tp": 2}, "set": {"causal": True}, "batch": 4},
+    ]
+    file.write_text(json.dumps(entries))
+    verify.answers["zero=3"] = Result(False, 2, "dp=2 zero=3 on 2 ranks")
+    assert main(["verify", MLP, "--ranks", "2", "--plans", str(file), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is False and [r["ok"] for r in found["results"]] == [True, False, True]
+    assert [r["model"] for r in found["results"]] == [MLP, MLP, "autopar.models.gpt2:make"]
+    assert [(c[0].target, c[2], c[3]) for c in verify.calls] == [
+        (MLP, ["tp=2", "zero=3"], None),
+        ("autopar.models.gpt2:make", ["tp=2"], 4),
+    ]
+    assert verify.calls[1][0].options == {"causal": True}
+
+
+def test_plans_of_which_one_is_refused(verify, tmp_path, capsys):
+    file = tmp_path / "plans.json"
+    file.write_text('[{"tp": 2}, {"dp": 2}]')
+    verify.answers["tp=2"] = AutoparError("pins: tp=2 divides nothing.")
+    assert main(["verify", MLP, "--ranks", "2", "--plans", str(file)]) == 2
+    out = capsys.readouterr().out
+    assert "refused  " in out and "equal  " in out and "1 of 2 plans equal one process" in out
+
+
+def test_a_crash_of_ours_is_never_2(verify, capsys):
+    verify.answers["tp=2"] = RuntimeError("boom")
+    assert main(["verify", MLP, "--ranks", "2", "--pin", "tp=2"]) == 70
+    err = capsys.readouterr().err
+    assert "Traceback" in err and "boom" in err and "a bug of autopar" in err
+
+
+def test_interrupted(verify, capsys):
+    verify.answers["tp=2"] = KeyboardInterrupt()
+    assert main(["verify", MLP, "--ranks", "2", "--pin", "tp=2"]) == 130
+    assert capsys.readouterr().err == "autopar: interrupted.\n"
+
+
+def test_plan_writes_a_file_that_loads(compiled, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    words = ["plan", MLP, "--ranks", "2", "--pin", "tp=2", "--global-batch", "16", "--out", str(out)]
+    assert main(words) == 0
+    assert Plan.load(out) == compiled.plan
+    (((_, cluster, options)),) = compiled.calls
+    assert cluster.ranks == 2 and options["global_batch"] == 16 and options["pins"].tp == 2 and options["loss"] is None
+    assert str(out) in capsys.readouterr().out
+
+
+def test_plan_json_prints_the_plan_and_writes_no_file(compiled, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", MLP, "--ranks", "2", "--pin", "tp=2", "--json", "--out", "plan.json"]) == 0
+    assert autopar.plan.from_json(json.loads(capsys.readouterr().out)) == compiled.plan
+    assert not list(tmp_path.iterdir())
+
+
+def test_plan_on_another_cluster(compiled):
+    assert main(["plan", MLP, "--cluster", "h100-dgx", "--nodes", "2", "--pin", "tp=8", "--json"]) == 0
+    assert compiled.calls[0][1].name == "h100-dgx" and compiled.calls[0][1].ranks == 16
+
+
+def test_explain_a_model_and_a_file(compiled, tmp_path, capsys):
+    assert main(["explain", MLP, "--ranks", "2", "--pin", "tp=2"]) == 0
+    from_model = capsys.readouterr().out
+    compiled.plan.save(tmp_path / "plan.json")
+    assert main(["explain", str(tmp_path / "plan.json")]) == 0
+    assert capsys.readouterr().out == from_model
+    assert "tp=2 on 2 ranks" in from_model and "unchecked" in from_model
+    assert main(["explain", str(tmp_path / "plan.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is None and found["mesh"] == {"tp": 2} and found["microbatches"] == 1
+    assert set(found["proof"]) == {"objective", "bound", "gap", "scope"}
+    assert {"step_time_s", "peak_mem_gib", "parts"} <= set(found["predicted"])
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["verify", "--help"], ["plan", "--help"], ["explain", "--help"], ["--version"]]
+)
+def test_help_exits_0(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 0 and "autopar" in capsys.readouterr().out
+
+
+def test_help_does_not_import_torch():
+    code = "import sys, autopar.cli; autopar.cli._parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_as_a_module_a_bad_word_is_one_line():
+    done = subprocess.run([sys.executable, "-m", "autopar", "verfy"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+    assert done.stderr.startswith("autopar: argument COMMAND: invalid choice: 'verfy'")

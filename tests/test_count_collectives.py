@@ -1,0 +1,87 @@
+"""Counting the collectives of a hand-made program: kinds, phases, bytes, microbatches and what needs no gradient."""
+
+import torch
+from torch import fx
+
+from autopar.count_collectives import count_collectives
+from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.lower import Local, ParameterUse
+from autopar.plan import Collective
+from autopar.runtime import collectives  # noqa: F401  registers the ops
+
+OPS = torch.ops.autopar
+ROW = 4 * 8  # bytes of 8 float32
+
+
+def _graph(*makers):
+    """A chain: each maker gives (op, arguments after x), and the shape of its result in rows of 8."""
+    graph = fx.Graph()
+    weight, x = graph.placeholder("w"), graph.placeholder("x")
+    for node in (weight, x):
+        node.meta["val"] = torch.empty(2, 8, device="meta")
+    for of, op, arguments, shape in makers:
+        start = {"w": weight, "x": x}[of]
+        node = graph.call_function(op.default, (start, *arguments))
+        node.meta["val"] = torch.empty(shape, device="meta")
+    graph.output(x)
+    return fx.GraphModule({}, graph)
+
+
+BODY = (
+    ("w", OPS.start_all_gather, ("g", 2, 0, 0, [4], "reduce_scatter"), (2, 2, 8)),
+    ("x", OPS.start_all_gather, ("g", 2, 0, 0, [4], "reduce_scatter"), (2, 2, 8)),
+    ("w", OPS.start_all_gather, ("g", 2, 0, 0, [4], "slice"), (2, 2, 8)),
+    ("w", OPS.start_reduce_scatter, ("t", 2, 0, 0, [2]), (1, 8)),
+    ("w", OPS.replicate, ("t",), (2, 8)),
+    ("w", OPS.start_all_reduce, ("t", "none"), (2, 8)),
+    ("w", OPS.shard, ("t", 2, 0, 0, [2], "pad"), (1, 8)),
+)
+
+
+def _local(mesh, rows, reduce="step", trainable=True):
+    layout = Layout.parse("S0 R" if mesh.time is None else "S0 R R", 2)
+    use = ParameterUse("w", (4, 8), torch.float32, trainable, layout, layout.with_kind(0, "R"), reduce)
+    enter = _graph(("w", OPS.start_all_gather, ("g", 2, 0, 0, [4], "reduce_scatter"), (2, 2, 8)))
+    return Local(mesh, (0, 0), (use,), (), (), (), (), (), {r: _graph(*BODY) for r in rows}, None, {"w": enter})
+
+
+def _count(local):
+    return {(c.axis, c.kind, c.phase): (c.count, c.bytes) for c in count_collectives(local, {"g": "dp", "t": "tp"})}
+
+
+def test_one_microbatch():
+    assert _count(_local(Mesh((Axis("dp", 2), Axis("tp", 2))), [0])) == {
+        ("dp", "all_gather", "forward"): (3, 12 * ROW),
+        ("dp", "reduce_scatter", "backward"): (1, 4 * ROW),
+        ("tp", "reduce_scatter", "forward"): (1, 2 * ROW),
+        ("tp", "all_gather", "backward"): (1, 2 * ROW),
+        ("tp", "all_reduce", "forward"): (1, 2 * ROW),
+        ("tp", "all_reduce", "backward"): (1, 2 * ROW),
+        ("dp", "all_gather", "parameters"): (1, 4 * ROW),
+        ("dp", "reduce_scatter", "gradients"): (1, 4 * ROW),
+    }
+
+
+def test_each_microbatch_counts():
+    mesh = Mesh((Axis("dp", 2), Axis("tp", 2), Axis("time", 3, (4, 4, 2))))
+    step, each = (_count(_local(mesh, [4, 2], reduce)) for reduce in ("step", "microbatch"))
+    assert step["dp", "all_gather", "forward"] == (9, 36 * ROW)
+    assert step["dp", "all_gather", "parameters"] == each["dp", "all_gather", "parameters"] == (1, 4 * ROW)
+    assert step["dp", "reduce_scatter", "gradients"] == (1, 4 * ROW)
+    assert each["dp", "reduce_scatter", "gradients"] == (3, 12 * ROW)
+
+
+def test_frozen_parameters_have_no_backward():
+    phases = {
+        c.phase
+        for c in count_collectives(
+            _local(Mesh((Axis("dp", 2), Axis("tp", 2))), [0], trainable=False), {"g": "dp", "t": "tp"}
+        )
+    }
+    assert phases == {"forward", "parameters"}
+
+
+def test_order():
+    found = count_collectives(_local(Mesh((Axis("dp", 2), Axis("tp", 2))), [0]), {"g": "dp", "t": "tp"})
+    assert list(found) == sorted(found, key=lambda c: (c.axis, c.kind, c.phase))
+    assert all(isinstance(c, Collective) for c in found)

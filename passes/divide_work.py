@@ -1,0 +1,333 @@
+"""divide_work: afterwards every op has a choice on one more axis, so that as much work as possible is divided.
+
+Ops are decided in order. What earlier choices still matter for is the layouts of the tensors that later ops read, so
+of all ways to reach the same layouts of those only the cheapest is kept, and of these the `BEAM` cheapest. The batch
+dim is never cut here: that would be data parallelism under another name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.passes.changes import cost, settle
+from autopar.passes.completion import Completion, is_op, produced_parts, result_slots
+from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
+from autopar.passes.layout import Layout
+from autopar.passes.strategy import MOST_PARTS, rule
+
+BEAM = 96  # partial assignments kept
+FLOP = 100.0  # an undivided FLOP costs as much as moving this many bytes: a pinned axis is an obligation
+LOOKUP = 100.0  # likewise a byte of an undivided embedding table
+IDLE = 1e-4  # a byte of an undivided result: breaks ties in favour of dividing
+PARTIAL_BYTE = 1e-3  # a byte kept as a partial sum: breaks ties in favour of reducing early
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Undivided:
+    """An op that the axis leaves whole, and why."""
+
+    fqn: str
+    op: str
+    why: str
+
+
+@dataclass(frozen=True, eq=False)
+class Live:
+    """A tensor that later ops still read: how it is left, and the layouts in which it already exists. Interned.
+
+    ``debt``: what reducing it will cost where it exists as a partial sum only.
+    """
+
+    layout: Layout
+    reached: frozenset[Layout]
+    debt: float
+
+
+@dataclass(frozen=True, eq=False)
+class Partial:
+    """Choices for the ops so far, as a chain; ``live`` in the order of the live tensors. ``rank``: price and debts, by
+    which assignments are kept."""
+
+    rank: float
+    price: float
+    live: tuple[Live | None, ...]
+    parent: Partial | None
+    node: fx.Node | None
+    option: tuple[Choice, Strategy] | None
+
+
+def divide_work(state: Completion, axis: int, batched: Mapping[fx.Node, int]) -> list[Undivided]:
+    """Decide ``axis`` for all ops and leaves of ``state``. ``batched``: the dim of each tensor that carries the batch.
+
+    Returns the matmuls, attentions and convolutions that are left whole.
+    """
+    for leaf, layout in state.leaves.items():
+        state.leaves[leaf] = layout.with_kind(axis, "I")
+    search = _Search(state, axis, batched)
+    best = search.run()
+    menu = search.menu
+    while best is not None:
+        if best.node is not None and best.option is not None:
+            state.take(best.node, axis, *best.option)
+        best = best.parent
+    for leaf, layout in search.leaves(state).items():
+        state.leaves[leaf] = layout
+    return _left_whole(state, axis, menu)
+
+
+class _Search:
+    def __init__(self, state: Completion, axis: int, batched: Mapping[fx.Node, int]) -> None:
+        self.state, self.axis, self.batched = state, axis, batched
+        self.mesh, self.n = state.mesh, state.mesh.axes[axis].size
+        self.proposals = propose_parts(state.gm)
+        self.parameters = {n for n in state.leaves if n.op == "get_attr" and n.target in state.parameters}
+        self.menu: dict[fx.Node, list[tuple[Choice, Strategy]]] = {}
+        self.live: list[fx.Node] = []
+        self.interned: dict[tuple[Value, Layout, frozenset[Layout]], Live] = {}
+
+    def run(self) -> Partial:
+        """The cheapest assignment found; its chain holds the choices, last op first."""
+        nodes = list(self.state.gm.graph.nodes)
+        place = {n: i for i, n in enumerate(nodes)}
+        last = {n: max((place[u] for u in n.users), default=-1) for n in nodes}
+        beam = [Partial(0.0, 0.0, (), None, None, None)]
+        for at, node in enumerate(nodes):
+            if node in self.state.leaves:
+                known = None if node in self.parameters else self.state.leaves[node]
+                beam = [self._with(p, p.price, [self._fresh(node, known)], node, None) for p in beam]
+                self.live.append(node)
+            elif is_op(node):
+                beam = self._decide(node, beam)
+            elif node.op == "output":
+                beam = self._finish(node, beam)
+            beam = self._drop([t for t in self.live if last[t] <= at], beam)
+        return min(beam, key=lambda p: p.price)
+
+    def leaves(self, state: Completion) -> dict[fx.Node, Layout]:
+        """How each parameter is left for the program: as its consumers first asked, given the final choices."""
+        found: dict[fx.Node, Layout] = {}
+        for node in state.gm.graph.nodes:
+            if node in state.plans:
+                for operand, want in zip(operand_nodes(node), state.plans[node].operands, strict=True):
+                    if operand in self.parameters and operand not in found:
+                        found[operand] = self._entry(operand, want)
+        return found
+
+    def _entry(self, leaf: fx.Node, want: Layout) -> Layout:
+        """The leaf's layout on the other axes, with what ``want`` has on this one."""
+        base, dim = self.state.leaves[leaf], want.dim_of(self.axis)
+        if dim is None:
+            return base.with_kind(self.axis, want.kinds[self.axis])
+        try:
+            return base.with_kind(self.axis, "R").with_shard(self.axis, dim, want.dims[dim].parts)
+        except ValueError:
+            return base
+
+    def _fresh(self, node: fx.Node, layout: Layout | None) -> Live | None:
+        if layout is None:
+            return None
+        layout = settle(layout, value(node), self.mesh)
+        return self._live(value(node), layout, frozenset((layout,)))
+
+    def _live(self, v: Value, layout: Layout, reached: frozenset[Layout]) -> Live:
+        key = (v, layout, reached)
+        if key not in self.interned:
+            partial = all(r.kinds[self.axis] == "P" for r in reached)
+            settled = layout.with_kind(self.axis, "I")
+            self.interned[key] = Live(layout, reached, cost(layout, settled, v, self.mesh) if partial else 0.0)
+        return self.interned[key]
+
+    def _read(self, operand: fx.Node, have: Live | None, want: Layout) -> tuple[float, Live]:
+        """Price of reading a tensor in layout ``want``, and how it exists afterwards."""
+        v, price = value(operand), 0.0
+        if have is None:  # a parameter is left as its first reader wants it
+            entry = self._entry(operand, want)
+            if entry.kinds[self.axis] == "R":
+                price += cost(entry.with_kind(self.axis, "I"), entry, v, self.mesh)
+            entry = settle(entry, v, self.mesh)
+            have = self._live(v, entry, frozenset((entry,)))
+        want = settle(want, v, self.mesh)
+        if want not in have.reached:
+            price += min(cost(r, want, v, self.mesh) for r in have.reached)
+            have = self._live(v, have.layout, have.reached | {want})
+        return price, have
+
+    def _decide(self, node: fx.Node, beam: list[Partial]) -> list[Partial]:
+        parts = list(self.proposals.get(node, ()))
+        index = {t: i for i, t in enumerate(self.live)}
+        operands = [(index[o], o) for o in operand_nodes(node)]
+        found = rule(node)
+        for slot, (at, _) in enumerate(operands if found is not None else ()):
+            for have in dict.fromkeys(
+                p.live[at] for p in beam
+            ):  # what arrives cut in parts may go on in the same parts
+                if have is not None and found is not None:
+                    parts += produced_parts(found, slot, have.layout, self.axis)
+        options = self.state.candidates(node, self.axis, list(dict.fromkeys(parts)))
+        options = [(c, p) for c, p in options if not _cuts_batch(node, p, self.axis, self.batched)]
+        self.menu[node] = options
+        results = result_slots(node)
+        produced = [r for r in results if r is not None]
+        after: dict[tuple[Live | None, ...], tuple[float, Partial, tuple[Choice, Strategy]]] = {}
+        for choice, plan in options:
+            own = own_cost(node, choice, plan, self.axis, self.n)
+            new = [self._fresh(r, layout) for r, layout in zip(results, plan.results, strict=True) if r is not None]
+            read: dict[tuple[int, Live | None], tuple[float, Live]] = {}
+            for partial in beam:
+                price, live = partial.price + own, [*partial.live, *new]
+                for slot, (at, operand) in enumerate(operands):
+                    seen = (slot, live[at])
+                    if seen not in read:
+                        read[seen] = self._read(operand, live[at], plan.operands[slot])
+                    more, live[at] = read[seen]
+                    price += more
+                key = tuple(live)
+                if key not in after or price < after[key][0] - 1e-9:
+                    after[key] = (price, partial, (choice, plan))
+        self.live += produced
+        made = [Partial(_rank(price, key), price, key, p, node, option) for key, (price, p, option) in after.items()]
+        return sorted(made, key=lambda p: p.rank)[: 4 * BEAM]
+
+    def _finish(self, output: fx.Node, beam: list[Partial]) -> list[Partial]:
+        (result,) = output.args
+        assert isinstance(result, dict)
+        outputs = result["outputs"]
+        loss = outputs[0] if outputs else None  # type: ignore[index]
+        if not isinstance(loss, fx.Node) or value(loss).shape or loss not in self.live:
+            return beam
+        at = self.live.index(loss)
+        done = []
+        for p in beam:
+            have = p.live[at]
+            price = 0.0
+            if have is not None:
+                want = settle(have.layout.with_kind(self.axis, "I"), value(loss), self.mesh)
+                price = cost(have.layout, want, value(loss), self.mesh)
+            done.append(Partial(p.rank, p.price + price, p.live, p, None, None))
+        return done
+
+    def _with(self, p: Partial, price: float, new: list[Live | None], node: fx.Node, option: None) -> Partial:
+        return Partial(p.rank, price, (*p.live, *new), p, None, option)
+
+    def _drop(self, dead: list[fx.Node], beam: list[Partial]) -> list[Partial]:
+        """Forget tensors that nothing reads any more; equal remainders are one."""
+        if dead:
+            gone = set(dead)
+            keep = [i for i, t in enumerate(self.live) if t not in gone]
+            self.live = [self.live[i] for i in keep]
+            kept: dict[tuple[Live | None, ...], Partial] = {}
+            for p in beam:
+                live = tuple(p.live[i] for i in keep)
+                if live not in kept or p.price < kept[live].price:
+                    kept[live] = Partial(_rank(p.price, live), p.price, live, p.parent, p.node, p.option)
+            beam = list(kept.values())
+        return sorted(beam, key=lambda p: p.rank)[:BEAM]
+
+
+def _rank(price: float, live: Iterable[Live | None]) -> float:
+    return price + sum(t.debt for t in live if t is not None)
+
+
+def own_cost(node: fx.Node, choice: Choice, plan: Strategy, axis: int, n: int) -> float:
+    """Work that the axis does not divide, in bytes moved; small terms break ties."""
+    share = (n - 1) / n
+    out = sum(v.nbytes for v in fact(node).values if v is not None)
+    total = {"I": 0.0, "factor": 0.0, "special": 0.0, "R": 0.02, "linear": 0.02 + PARTIAL_BYTE * out}[choice.kind]
+    if choice.kind in ("I", "R", "linear"):
+        total += share * (FLOP * flops(node) + IDLE * out)
+    if node.target is aten.embedding.default and plan.operands[0].kinds[axis] != "S":
+        total += share * LOOKUP * value(operand_nodes(node)[0]).nbytes
+    return total
+
+
+def flops(node: fx.Node) -> float:
+    """FLOPs of the whole op, forward, as torch's counter has them (matmul, attention, convolution; else 0)."""
+    if not _counted(node.target):
+        return 0.0
+    if "autopar_flops" not in node.meta:
+        from torch.utils._pytree import tree_map
+        from torch.utils.flop_counter import FlopCounterMode
+
+        args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            node.target(*args, **kwargs)  # type: ignore[operator]
+        node.meta["autopar_flops"] = float(counter.get_total_flops())
+    return float(node.meta["autopar_flops"])
+
+
+@lru_cache(maxsize=1 << 10)
+def _counted(target: Any) -> bool:
+    name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
+    return name in {"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "addbmm", "bilinear"} or (
+        "conv" in name or "attention" in name
+    )
+
+
+def _cuts_batch(node: fx.Node, plan: Strategy, axis: int, batched: Mapping[fx.Node, int]) -> bool:
+    for operand, want in zip(operand_nodes(node), plan.operands, strict=True):
+        dim = want.dim_of(axis)
+        if dim is not None and batched.get(operand) == dim:
+            return True
+    return any(
+        layout is not None and layout.dim_of(axis) is not None and batched.get(result) == layout.dim_of(axis)
+        for result, layout in zip(result_slots(node), plan.results, strict=True)
+        if result is not None
+    )
+
+
+def propose_parts(gm: fx.GraphModule) -> dict[fx.Node, list[tuple[str, tuple[int, ...]]]]:
+    """Parts in which consumers further down will want a dim cut, carried back to the op that makes the dim."""
+    wanted: dict[tuple[fx.Node, int], dict[tuple[int, ...], None]] = {}
+    proposals: dict[fx.Node, list[tuple[str, tuple[int, ...]]]] = {}
+    for node in reversed(list(gm.graph.nodes)):
+        if not is_op(node):
+            continue
+        found = rule(node)
+        if found is None:
+            continue
+        mine: dict[tuple[str, tuple[int, ...]], None] = {}
+        for result, named in zip(result_slots(node), found.results, strict=True):
+            for d, dim in enumerate(named or ()):
+                if result is not None and len(dim.factors) == 1 and not dim.parts:
+                    mine.update(dict.fromkeys((dim.factors[0], p) for p in wanted.get((result, d), {})))
+        proposals[node] = list(mine)[:4]
+        for operand, dims in zip(operand_nodes(node), found.operands, strict=True):
+            for d, dim in enumerate(dims):
+                into = wanted.setdefault((operand, d), {})
+                if dim.parts:
+                    into[dim.parts] = None
+                elif len(dim.factors) == 1:
+                    into.update(dict.fromkeys(p for f, p in mine if f == dim.factors[0]))
+                else:
+                    outer = 1
+                    for f in dim.factors:
+                        if 1 < outer <= MOST_PARTS and f not in found.whole:
+                            into[(value(operand).shape[d] // outer,) * outer] = None
+                        outer *= found.sizes[f]
+    return proposals
+
+
+def _left_whole(state: Completion, axis: int, menu: Mapping[fx.Node, list[tuple[Choice, Strategy]]]) -> list[Undivided]:
+    left = []
+    for node in menu:
+        if state.chosen[node][axis].kind in ("factor", "special") or not flops(node):
+            continue
+        n = state.mesh.axes[axis].size
+        divisible = [c for c, _ in menu[node] if c.kind in ("factor", "special")]
+        if rule(node) is None:
+            why = "it has no rule"
+        elif divisible:
+            why = "dividing it would cost more than it saves"
+        else:
+            sizes = ", ".join(str(value(o).shape) for o in operand_nodes(node))
+            why = f"no dim of {sizes} that may be cut divides by {n}"
+        left.append(Undivided(fact(node).fqn or node.name, str(node.target), why))
+    return left

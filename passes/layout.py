@@ -1,0 +1,251 @@
+"""Layouts: what the ranks of each mesh axis hold of one tensor.
+
+On every axis of a mesh a tensor is sharded ``S``, replicated ``R``, invariant ``I`` or partial ``P``
+(``docs/design.md`` section 3). ``R`` and ``I`` hold the same value; they differ in the gradient: that of ``R`` is a
+set of addends (each rank used the value differently), that of ``I`` is whole on every rank.
+
+A dim may be cut by several axes, outermost first, and its cut may restart in every one of its ``parts``: the weight
+of a fused query/key/value projection is ``S(0, parts=(q, k, v))``. Nothing here needs torch.
+
+>>> mesh = Mesh((Axis("dp", 2), Axis("tp", 2)))
+>>> layout = Layout.parse("S0 R", ndim=2)
+>>> str(layout), layout.local_shape((8, 6), mesh, (1, 0))
+('S0 R', (4, 6))
+>>> fused = Layout.parse("R S0(4+2+2)", ndim=1)
+>>> fused.runs((8,), mesh, (0, 1))[0]
+((2, 2), (5, 1), (7, 1))
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+SHARD, REPLICATE, INVARIANT, PARTIAL = "S", "R", "I", "P"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh: ``size`` ranks, or, for the time axis, ``size`` microbatches of ``rows`` batch rows."""
+
+    name: str
+    size: int
+    rows: tuple[int, ...] = ()
+
+    @property
+    def is_time(self) -> bool:
+        return bool(self.rows)
+
+    def divides(self, length: int) -> bool:
+        """Whether every coordinate of this axis gets a whole, even (for time: proportional) piece of ``length``."""
+        if self.is_time:
+            total = sum(self.rows)
+            return all(length * r % total == 0 and length * r > 0 for r in self.rows)
+        return length % self.size == 0 and length > 0
+
+    def cut(self, start: int, length: int, coordinate: int) -> tuple[int, int]:
+        """The (start, length) that ``coordinate`` keeps of a run; uneven runs are cut as ``torch.chunk`` does."""
+        if self.is_time:
+            total = sum(self.rows)
+            lo = length * sum(self.rows[:coordinate]) // total
+            return start + lo, length * self.rows[coordinate] // total
+        step = -(-length // self.size)
+        lo = min(coordinate * step, length)
+        return start + lo, min(step, length - lo)
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes; ranks are numbered with the last axis fastest. At most one axis is in time, and it comes last.
+
+    >>> Mesh((Axis("dp", 2), Axis("tp", 4))).coordinates(6)
+    (1, 2)
+    """
+
+    axes: tuple[Axis, ...]
+
+    @cached_property
+    def ranks(self) -> int:
+        return math.prod(a.size for a in self.axes if not a.is_time)
+
+    @cached_property
+    def time(self) -> int | None:
+        """Index of the time axis, or None when the step is one microbatch."""
+        return next((i for i, a in enumerate(self.axes) if a.is_time), None)
+
+    @cached_property
+    def space(self) -> tuple[int, ...]:
+        """Indices of the axes whose coordinates are ranks."""
+        return tuple(i for i, a in enumerate(self.axes) if not a.is_time)
+
+    def index(self, name: str) -> int:
+        return next(i for i, a in enumerate(self.axes) if a.name == name)
+
+    def coordinates(self, rank: int, microbatch: int = 0) -> tuple[int, ...]:
+        """Coordinates of a rank on every axis; on the time axis the microbatch."""
+        out = []
+        for axis in reversed(self.axes):
+            if axis.is_time:
+                out.append(microbatch)
+            else:
+                out.append(rank % axis.size)
+                rank //= axis.size
+        return tuple(reversed(out))
+
+
+@dataclass(frozen=True)
+class Split:
+    """How one tensor dim is cut: the axes, outermost first, and the parts that are cut one by one (none: one part)."""
+
+    axes: tuple[int, ...] = ()
+    parts: tuple[int, ...] = ()
+
+
+WHOLE = Split()
+
+
+@dataclass(frozen=True)
+class Layout:
+    """``kinds``: one letter a mesh axis; ``dims``: one `Split` a tensor dim, listing each ``S`` axis exactly once."""
+
+    kinds: str
+    dims: tuple[Split, ...]
+
+    @staticmethod
+    def uniform(kind: str, axes: int, ndim: int) -> Layout:
+        """``I``, ``R`` or ``P`` on every axis."""
+        return Layout(kind * axes, (WHOLE,) * ndim)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.dims)
+
+    def dim_of(self, axis: int) -> int | None:
+        """The tensor dim that ``axis`` cuts."""
+        return next((d for d, split in enumerate(self.dims) if axis in split.axes), None)
+
+    def with_kind(self, axis: int, kind: str) -> Layout:
+        """Replace what ``axis`` holds by ``R``, ``I`` or ``P``; a shard on it is taken off its dim."""
+        dims = tuple(
+            _tidy(Split(tuple(a for a in s.axes if a != axis), s.parts)) if axis in s.axes else s for s in self.dims
+        )
+        return Layout(self.kinds[:axis] + kind + self.kinds[axis + 1 :], dims)
+
+    def with_shard(self, axis: int, dim: int, parts: tuple[int, ...] = ()) -> Layout:
+        """Cut ``dim`` by ``axis``, innermost. ``parts`` must agree with a cut that is already there."""
+        base = self.with_kind(axis, "R")
+        old = base.dims[dim]
+        if old.axes and old.parts != parts:
+            raise ValueError(f"dim {dim} is cut in parts {old.parts}, not {parts}")
+        dims = list(base.dims)
+        dims[dim] = Split((*old.axes, axis), parts if len(parts) > 1 else ())
+        return Layout(base.kinds[:axis] + "S" + base.kinds[axis + 1 :], tuple(dims))
+
+    def runs(
+        self, shape: tuple[int, ...], mesh: Mesh, coordinates: tuple[int, ...]
+    ) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For every dim the (start, length) runs of global indices that the rank at ``coordinates`` holds, in order."""
+        return tuple(_runs(size, split, mesh, coordinates) for size, split in zip(shape, self.dims, strict=True))
+
+    def local_shape(self, shape: tuple[int, ...], mesh: Mesh, coordinates: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the piece of a tensor of global ``shape`` that the rank at ``coordinates`` holds."""
+        return tuple(sum(n for _, n in runs) for runs in self.runs(shape, mesh, coordinates))
+
+    def is_even(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
+        """Whether all pieces are equal (proportional over time), as every layout inside a program must be."""
+        return all(_even(size, split, mesh) for size, split in zip(shape, self.dims, strict=True))
+
+    def __str__(self) -> str:
+        return " ".join(self._word(a) for a in range(len(self.kinds)))
+
+    def _word(self, axis: int) -> str:
+        dim = self.dim_of(axis)
+        if dim is None:
+            return self.kinds[axis]
+        split = self.dims[dim]
+        word = f"S{dim}"
+        if split.parts:
+            word += "(" + "+".join(map(str, split.parts)) + ")"
+        if len(split.axes) > 1 and tuple(sorted(split.axes)) != split.axes:
+            word += f"@{split.axes.index(axis)}"
+        return word
+
+    @staticmethod
+    def parse(text: str, ndim: int) -> Layout:
+        """Read what ``str`` writes: a word an axis, ``S1(4+2)@1`` being dim 1, its parts, its place in the nest.
+
+        Raises ValueError with the offending word.
+        """
+        kinds, cuts = "", dict[int, list[tuple[int, int, tuple[int, ...]]]]()
+        for axis, word in enumerate(text.split()):
+            if word in ("R", "I", "P"):
+                kinds += word
+                continue
+            match = re.fullmatch(r"S(\d+)(?:\((\d+(?:\+\d+)*)\))?(?:@(\d+))?", word)
+            if not match or int(match[1]) >= ndim:
+                raise ValueError(f"{word!r} is not a layout of a tensor of {ndim} dims (legal: R, I, P, S<dim>)")
+            parts = tuple(map(int, match[2].split("+"))) if match[2] else ()
+            place = int(match[3]) if match[3] else axis
+            cuts.setdefault(int(match[1]), []).append((place, axis, parts))
+            kinds += "S"
+        dims = [WHOLE] * ndim
+        for dim, entries in cuts.items():
+            if len({parts for _, _, parts in entries}) > 1:
+                raise ValueError(f"{text!r} cuts dim {dim} in different parts on different axes")
+            dims[dim] = Split(tuple(a for _, a, _ in sorted(entries)), entries[0][2])
+        return Layout(kinds, tuple(dims))
+
+
+def _tidy(split: Split) -> Split:
+    return split if split.axes else WHOLE
+
+
+@lru_cache(maxsize=1 << 16)
+def _runs(size: int, split: Split, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    runs, start = [], 0
+    for part in split.parts or (size,):
+        runs.append((start, part))
+        start += part
+    if start != size:
+        raise ValueError(f"parts {split.parts} do not add up to {size}")
+    for a in split.axes:
+        runs = [mesh.axes[a].cut(lo, n, coordinates[a]) for lo, n in runs]
+    return tuple(runs)
+
+
+@lru_cache(maxsize=1 << 16)
+def _even(size: int, split: Split, mesh: Mesh) -> bool:
+    if not split.axes:
+        return True
+    for part in split.parts or (size,):
+        space = math.prod(mesh.axes[a].size for a in split.axes if not mesh.axes[a].is_time)
+        rows = next((mesh.axes[a].rows for a in split.axes if mesh.axes[a].is_time), (1,))
+        for r in rows:
+            if part * r % (sum(rows) * space) or not part * r:
+                return False
+    return True
+
+
+def shards(layout: Layout) -> Iterator[tuple[int, int]]:
+    """(dim, axis) of every cut, in the order of dims, outermost axis first."""
+    for d, split in enumerate(layout.dims):
+        for a in split.axes:
+            yield d, a
+
+
+__all__ = [
+    "INVARIANT",
+    "PARTIAL",
+    "REPLICATE",
+    "SHARD",
+    "WHOLE",
+    "Axis",
+    "Layout",
+    "Mesh",
+    "Split",
+    "replace",
+    "shards",
+]

@@ -1,0 +1,158 @@
+"""From a graph with strategies to the program of one rank: `Local`, all that the runtime needs.
+
+`LOWER` in ``passes/__init__.py`` is the order: changes inserted, then everything made local.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autopar.passes.changes import path
+from autopar.passes.emit import Emitter
+from autopar.passes.facts import Value, fact, value
+from autopar.passes.insert_changes import insert_changes, output_layouts, produced_layout
+from autopar.passes.layout import Layout, Mesh
+from autopar.passes.make_local import make_local
+
+
+@dataclass(frozen=True)
+class ParameterUse:
+    """How one parameter is held: ``rest`` between steps, ``entry`` as the program takes it."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    trainable: bool
+    rest: Layout
+    entry: Layout
+    reduce: str
+
+
+@dataclass(frozen=True)
+class InputUse:
+    """One tensor input: its global shape and the piece that a rank reads for a microbatch."""
+
+    name: str
+    shape: tuple[int, ...]
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class OutputUse:
+    """One tensor output and the layout in which the ranks hold it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Lowerable:
+    """A completed model: strategies on every node. ``prologue`` computes, once a step and on the whole batch, what the
+    body's placeholders ``hoisted`` read."""
+
+    body: fx.GraphModule
+    mesh: Mesh
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...]
+    inputs: tuple[str, ...]
+    prologue: fx.GraphModule | None = None
+    hoisted: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Local:
+    """The program of one rank. Graph placeholders: parameters, buffers, constants, inputs, hoisted, microbatch."""
+
+    mesh: Mesh
+    coordinates: tuple[int, ...]
+    parameters: tuple[ParameterUse, ...]
+    buffers: tuple[str, ...]
+    constants: tuple[str, ...]
+    inputs: tuple[InputUse, ...]
+    outputs: tuple[OutputUse, ...]
+    buffer_updates: tuple[str, ...]
+    body: Mapping[int, fx.GraphModule]  # by the microbatch's batch rows (0 when there is no time axis)
+    prologue: fx.GraphModule | None = None
+    enter: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+
+
+def with_changes(model: Lowerable) -> Lowerable:
+    """The model with every change of layout a node; done once, before it is lowered for any rank."""
+    from dataclasses import replace
+
+    body = insert_changes(model.body, model.mesh)
+    prologue = insert_changes(model.prologue, model.mesh) if model.prologue is not None else None
+    return replace(model, body=body, prologue=prologue)
+
+
+def lower(model: Lowerable, rank: int, groups: Mapping[str, str]) -> Local:
+    """The program of ``rank``. ``groups``: axis name -> name of the rank's c10d group. Call `with_changes` first."""
+    mesh = model.mesh
+    attrs = {str(n.target): n for n in model.body.graph.nodes if n.op == "get_attr"}
+    holders = {n.name: n for n in model.body.graph.nodes if n.op == "placeholder"}
+    output = next(n for n in model.body.graph.nodes if n.op == "output")
+    body: dict[int, fx.GraphModule] = {}
+    for microbatch, rows in enumerate(mesh.axes[mesh.time].rows if mesh.time is not None else (0,)):
+        if rows not in body:
+            coordinates = mesh.coordinates(rank, microbatch)
+            body[rows] = make_local(model.body, mesh, coordinates, groups, _signature(model, hoisted=True))
+    prologue = None
+    if model.prologue is not None:
+        prologue = make_local(model.prologue, mesh, mesh.coordinates(rank), groups, _signature(model, hoisted=False))
+    uses = tuple(_parameter_use(fqn, attrs[fqn]) for fqn in model.parameters if fqn in attrs)
+    n_outputs = len(output.args[0]["outputs"])
+    outs = output_layouts(output, mesh)
+    return Local(
+        mesh=mesh,
+        coordinates=mesh.coordinates(rank),
+        parameters=uses,
+        buffers=model.buffers,
+        constants=model.constants,
+        inputs=tuple(InputUse(n, value(holders[n]).shape, produced_layout(holders[n])) for n in model.inputs),
+        outputs=tuple(OutputUse(value(n).shape, value(n).dtype, produced_layout(n)) for n, _ in outs[:n_outputs]),
+        buffer_updates=tuple(output.args[0]["buffers"]),
+        body=body,
+        prologue=prologue,
+        enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.entry},
+    )
+
+
+def _parameter_use(fqn: str, node: fx.Node) -> ParameterUse:
+    v, known = value(node), fact(node)
+    entry = produced_layout(node)
+    return ParameterUse(fqn, v.shape, v.dtype, v.grad, known.rest or entry, entry, known.reduce)
+
+
+def _signature(model: Lowerable, *, hoisted: bool) -> list[tuple[str, str]]:
+    """(kind, name) of every placeholder of a local graph, in order."""
+    body_attrs = {str(n.target) for n in model.body.graph.nodes if n.op == "get_attr"}
+    names = [
+        ("get_attr", f) for f in (*(p for p in model.parameters if p in body_attrs), *model.buffers, *model.constants)
+    ]
+    names += [("placeholder", n) for n in model.inputs]
+    if hoisted:
+        names += [("placeholder", n) for n in model.hoisted] + [("microbatch", "microbatch")]
+    return names
+
+
+def enter_graph(use: ParameterUse, mesh: Mesh, rank: int, groups: Mapping[str, str]) -> fx.GraphModule:
+    """Rest -> entry of one parameter on one rank; its autograd backward reduces the gradient."""
+    v = Value(use.shape, use.dtype, use.trainable)
+    steps = path(use.rest, use.entry, v, mesh)
+    assert steps is not None, f"{use.fqn}: no way from {use.rest} to {use.entry}"
+    emitter = Emitter(mesh, mesh.coordinates(rank), groups)
+    node = emitter.graph.placeholder("rest")
+    node.meta["val"] = torch.empty(
+        use.rest.local_shape(use.shape, mesh, mesh.coordinates(rank)), dtype=use.dtype, device="meta"
+    )
+    emitter.at = node
+    for step in steps:
+        node = emitter.step(node, step, v)
+    emitter.graph.output(node)
+    return fx.GraphModule(torch.nn.Module(), emitter.graph)

@@ -1,0 +1,126 @@
+"""make_local: afterwards the graph is what one rank runs: local sizes, collectives as start/wait pairs, tensors passed in.
+
+Literal sizes are computed from layouts and global shapes, never found by trial; the shape that an op then really
+produces is checked against its layout, so that a wrong rule cannot go unnoticed.
+
+before:  %view   = reshape(%linear, [4, 16, 8, 32])                 # S2 on tp=2
+         %change = change(%partial, "P", "I")
+after:   %view   = reshape(%linear, [4, 16, 4, 32])
+         %start  = autopar.start_all_reduce(%partial, "tp", "none")
+         %wait   = autopar.wait_all_reduce(%start)
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autopar.passes.changes import Step
+from autopar.passes.emit import Emitter
+from autopar.passes.facts import fact, is_tensor, operand_nodes, value
+from autopar.passes.insert_changes import change, is_getitem, produced_layout
+from autopar.passes.layout import Mesh
+from autopar.passes.rules.core import LOCALIZE
+from autopar.passes.strategy import special_of
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Local shapes of a node's tensor operands and results on one rank."""
+
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...] | None, ...]
+
+
+def make_local(
+    gm: fx.GraphModule,
+    mesh: Mesh,
+    coordinates: tuple[int, ...],
+    groups: Mapping[str, str],
+    signature: Sequence[tuple[str, str]],
+) -> fx.GraphModule:
+    """The graph of the rank at ``coordinates``. ``signature``: (kind, name) of its placeholders in order; those that
+    the graph does not read are kept, so that all graphs of a program are called alike."""
+    emitter = Emitter(mesh, coordinates, groups)
+    known = {("get_attr", str(n.target)): n for n in gm.graph.nodes if n.op == "get_attr"}
+    known |= {("placeholder", n.name): n for n in gm.graph.nodes if n.op == "placeholder"}
+    for kind, name in signature:
+        local = emitter.graph.placeholder(name.replace(".", "_"))
+        if kind == "microbatch":
+            local.meta["val"] = 0
+            emitter.microbatch = local
+        elif (kind, name) in known:
+            node = known[kind, name]
+            shape = produced_layout(node).local_shape(value(node).shape, mesh, coordinates)
+            local.meta["val"] = torch.empty(shape, dtype=value(node).dtype, device="meta")
+            emitter.env[node] = local
+            for key in ("nn_module_stack", "stack_trace"):
+                if key in node.meta:
+                    local.meta[key] = node.meta[key]
+    for node in gm.graph.nodes:
+        emitter.at = node
+        if node.op == "output":
+            (result,) = node.args
+            outputs, buffers = result["outputs"], result["buffers"]
+            emitter.graph.output(
+                (tuple(emitter.env[n] for n in outputs), tuple(emitter.env[n] for n in buffers.values()))
+            )
+        elif node.op == "call_function":
+            emitter.env[node] = _lower(node, emitter)
+    for node in reversed(list(emitter.graph.nodes)):
+        if node.op == "call_function" and not node.users:
+            emitter.graph.erase_node(node)
+    return fx.GraphModule(torch.nn.Module(), emitter.graph)
+
+
+def _lower(node: fx.Node, emitter: Emitter) -> fx.Node:
+    if node.target is change:
+        step = node.meta["change"]
+        assert isinstance(step, Step)
+        return emitter.step(emitter.operand(0), step, value(node))
+    if is_getitem(node):
+        return emitter.call(operator.getitem, *emitter.args(node)[0])
+    strategy = fact(node).strategy
+    assert strategy is not None, f"{node} has no strategy"
+    sizes = _sizes(node, emitter)
+    special = next(((a, c.name) for a, c in enumerate(strategy.choices) if c.kind == "special"), None)
+    if special is not None:
+        local = special_of(node, special[1]).lower(emitter, node, special[0])
+    else:
+        args, kwargs = emitter.args(node)
+        localize = LOCALIZE.get(node.target)
+        if localize is not None:
+            args, kwargs = localize(node, args, kwargs, sizes)
+        local = emitter.call(node.target, *args, **kwargs)
+    assert isinstance(local, fx.Node)
+    _check(node, local, sizes)
+    return local
+
+
+def _sizes(node: fx.Node, emitter: Emitter) -> Sizes:
+    strategy = fact(node).strategy
+    assert strategy is not None
+    operands = tuple(
+        layout.local_shape(value(n).shape, emitter.mesh, emitter.coordinates)
+        for n, layout in zip(operand_nodes(node), strategy.operands, strict=True)
+    )
+    results = tuple(
+        layout.local_shape(v.shape, emitter.mesh, emitter.coordinates) if v is not None and layout is not None else None
+        for v, layout in zip(fact(node).values, strategy.results, strict=True)
+    )
+    return Sizes(operands, results)
+
+
+def _check(node: fx.Node, local: fx.Node, sizes: Sizes) -> None:
+    """What the op really makes of its local operands must be what the layouts say."""
+    val = local.meta["val"]
+    made = val if isinstance(val, (tuple, list)) else (val,)
+    for got, want in zip(made, sizes.results, strict=True):
+        assert want is None or tuple(got.shape) == want, (
+            f"{node.format_node()} ({fact(node).fqn}): the rule promises a local shape of {want}, the op makes {tuple(got.shape)}"
+        )
+    assert is_tensor(node) == isinstance(val, torch.Tensor)

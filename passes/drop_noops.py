@@ -1,0 +1,142 @@
+"""PREPARE: every node computes something; casts have one form; nothing random is left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.errors import AutoparError
+from autopar.passes.facts import _source, call, is_tensor
+
+aten = torch.ops.aten
+
+ASSERTIONS = {
+    aten._assert_tensor_metadata.default, aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default,
+    aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default,
+}  # fmt: skip
+IDENTITIES = {
+    aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default,
+    aten.contiguous.default, aten.clone.default, aten.positive.default,
+}  # fmt: skip
+CASTS = {
+    aten.to.dtype, aten.to.device, aten.to.dtype_layout, aten.to.other, aten.type_as.default, aten._to_copy.default,
+    aten.to.prim_Device, aten.to.prim_dtype, aten.to.prim_other,
+}  # fmt: skip
+DROPOUTS = {
+    aten.dropout.default,
+    aten.feature_dropout.default,
+    aten.alpha_dropout.default,
+    aten.feature_alpha_dropout.default,
+}
+READ_STRIDES = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default}
+
+
+def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
+    """Take out assertions, copies, casts that change no dtype, dropout that drops nothing, ``x * 1``, ``x / 1``, ``x + 0``
+    of integers, slices of everything, detaching of constants, and nodes that nobody reads. What casts remain are ``aten.to.dtype``.
+
+    A copy stays where an op reads the strides of memory (``as_strided``, ``view_as_complex``). In a functional graph
+    nothing else can tell a tensor from its copy.
+
+    Raises:
+        AutoparError: an op draws random numbers.
+
+    Example:
+        ``b = contiguous(a); c = to.dtype(b, float32); d = dropout(c, 0.0, True); return d`` -> ``return a``
+    """
+    graph = gm.graph
+    for node in list(graph.nodes):
+        if (node.op == "call_module" and node.target == "_guards_fn") or node.target in ASSERTIONS:
+            graph.erase_node(node)
+        elif node.op == "call_function":
+            _drop(graph, node)
+    drop_dead(graph)
+    for node in graph.nodes:
+        if is_random(node):
+            where = _source(node) or node.name
+            raise AutoparError(
+                f"{where}: {node.target} draws random numbers (not plan-independent yet). Set dropout to 0."
+            )
+    graph.lint()
+    gm.recompile()
+    return gm
+
+
+def _differentiable(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that a gradient may flow through: they depend on a parameter or on an input of real numbers."""
+    parameters = {name for name, _ in gm.named_parameters(remove_duplicate=False)}
+    found = set[fx.Node]()
+    for node in gm.graph.nodes:
+        given = node.op == "placeholder" and is_tensor(node) and node.meta["val"].is_floating_point()
+        if given or (node.op == "get_attr" and node.target in parameters) or not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _drop(graph: fx.Graph, node: fx.Node) -> None:
+    source = node.args[0] if node.args else None
+    if node.target in CASTS and is_tensor(node):
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(_cast(graph, node))
+        graph.erase_node(node)
+    elif isinstance(source, fx.Node) and is_noop(node):
+        node.replace_all_uses_with(source)
+        graph.erase_node(node)
+
+
+def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The operand itself, or its cast."""
+    source, dtype = node.args[0], node.meta["val"].dtype
+    assert isinstance(source, fx.Node)
+    if source.meta["val"].dtype == dtype:
+        return source
+    if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:
+        return graph.node_copy(node)
+    return call(graph, aten.to.dtype, (source, dtype), like=node)
+
+
+def is_noop(node: fx.Node) -> bool:
+    """Whether the node's value is that of its first operand, bit for bit."""
+    args = node.args
+    if node.target in IDENTITIES:
+        return not any(u.target in READ_STRIDES for u in node.users)
+    if node.target in DROPOUTS:
+        return args[1] == 0 or not args[2]
+    if not _same(node) or node.kwargs:
+        return False
+    if node.target in (aten.mul.Tensor, aten.div.Tensor):
+        return _is(args[1], 1)
+    if node.target in (aten.add.Tensor, aten.sub.Tensor):
+        return _is(args[1], 0) and not node.meta["val"].is_floating_point()  # -0.0 + 0 is 0.0
+    return node.target is aten.slice.Tensor
+
+
+def _same(node: fx.Node) -> bool:
+    if not (is_tensor(node) and is_tensor(node.args[0])):
+        return False
+    mine, source = node.meta["val"], node.args[0].meta["val"]  # type: ignore[union-attr]
+    return bool(mine.shape == source.shape and mine.dtype == source.dtype)
+
+
+def _is(arg: Any, number: int) -> bool:
+    return isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == number
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws random numbers: ``dropout`` with p > 0 in training does, attention without dropout does not."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = dict(zip((a.name for a in target._schema.arguments), node.args)) | dict(node.kwargs)
+    given = {a.name: given.get(a.name, a.default_value) for a in target._schema.arguments}
+    off = any(given.get(name) == 0 for name in ("p", "dropout", "dropout_p"))
+    return not off and given.get("train") is not False and given.get("training") is not False
+
+
+def drop_dead(graph: fx.Graph) -> None:
+    """Take out what nobody reads. Placeholders stay; fx's own sweep would keep attention, which it takes for random."""
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)

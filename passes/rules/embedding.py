@@ -1,0 +1,42 @@
+"""Embedding lookups: indices and features split; the table itself, over its vocabulary, by a special."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+import autopar.runtime.ops  # noqa: F401  (registers autopar::embedding_shard)
+from autopar.passes.facts import fact
+from autopar.passes.rules.core import Dim, Rule, Special, factors
+from autopar.passes.rules.signature import NEVER, plain, read
+
+if TYPE_CHECKING:
+    from autopar.passes.emit import Emitter
+
+aten = torch.ops.aten
+
+
+@factors(aten.embedding.default)
+def embedding(node: fx.Node) -> Rule | None:
+    """``w[. e], idx[a] -> y[a e]``; by the special ``vocabulary`` w is cut over its rows and y partial."""
+    call = read(node)
+    if call["scale_grad_by_freq"] or call["sparse"]:
+        return None  # the gradient counts an index over all rows
+    rows, width = call.shape("weight")
+    e = Dim(("e",)) if width > 1 else NEVER
+    index = plain("a", call.shape("indices"))
+    named = {"weight": (NEVER, e), "indices": index}
+    special = Special("vocabulary", (0, "R"), ("P",), lower_vocabulary, divides=(rows,))
+    return call.rule((*index, e), named, linear=[call.group("weight")], specials=(special,))
+
+
+def lower_vocabulary(emitter: Emitter, node: fx.Node, axis: int) -> Any:
+    """The rows that this rank holds, zeros for the others; ``padding_idx`` stays a global index."""
+    call = read(node)
+    weight, index = emitter.operand(0), emitter.operand(1)
+    strategy = fact(node).strategy
+    assert strategy is not None and strategy.operands[0].dims[0].axes == (axis,), "one axis cuts the vocabulary"
+    start = emitter.c(axis) * emitter.shape(weight)[0]
+    return emitter.call(torch.ops.autopar.embedding_shard.default, weight, index, start, call["padding_idx"])

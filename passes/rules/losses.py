@@ -1,0 +1,89 @@
+"""Losses: summed over rows (PREPARE has made means into sums), so rows split and the sum is partial. The classes of
+cross-entropy split by a special whose result is invariant."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+import autopar.runtime.ops  # noqa: F401  (registers autopar::cross_entropy_sum)
+from autopar.passes.facts import fact
+from autopar.passes.rules.core import Rule, Special, factors
+from autopar.passes.rules.signature import NEVER, Call, plain, read
+
+if TYPE_CHECKING:
+    from autopar.passes.emit import Emitter
+
+aten = torch.ops.aten
+library = torch.ops.autopar
+NONE, SUM = 0, 2  # values of torch's `reduction` argument
+
+
+@factors(library.cross_entropy_sum.default)
+def cross_entropy_sum(node: fx.Node) -> Rule:
+    """``logits[a .], target[a], weight[.] -> loss``, partial over a."""
+    call = read(node)
+    rows = plain("a", call.shape("target"))
+    return call.rule(
+        (),
+        {"logits": (*rows, NEVER), "target": rows},
+        linear=[call.group("weight")],
+        specials=() if call.has("weight") else (_vocabulary(call),),
+    )
+
+
+def _vocabulary(call: Call) -> Special:
+    logits = call.shape("logits")
+    return Special("vocabulary", (len(logits) - 1, "I"), ("I",), lower_vocabulary, divides=(logits[-1],))
+
+
+def lower_vocabulary(emitter: Emitter, node: fx.Node, axis: int) -> Any:
+    """Maximum, sum of exponentials and target logit are reduced inside the op; its backward needs no collective."""
+    call = read(node)
+    logits, target = emitter.operand(0), emitter.operand(1)
+    strategy = fact(node).strategy
+    assert strategy is not None and strategy.operands[0].dims[-1].axes == (axis,), "one axis cuts the vocabulary"
+    start = emitter.c(axis) * emitter.shape(logits)[-1]
+    return emitter.call(
+        library.cross_entropy_sum_sharded.default,
+        logits,
+        target,
+        emitter.group(axis),
+        start,
+        call["ignore_index"],
+        call["smoothing"],
+        call.shape("logits")[-1],
+    )
+
+
+@factors(library.cross_entropy_count.default)
+def cross_entropy_count(node: fx.Node) -> Rule:
+    """``target[a], weight[.] -> count``, partial over a."""
+    call = read(node)
+    return call.rule((), {"target": plain("a", call.shape("target"))}, linear=[call.group("weight")])
+
+
+@factors(
+    aten.mse_loss.default,
+    aten.l1_loss.default,
+    aten.smooth_l1_loss.default,
+    aten.huber_loss.default,
+    aten.soft_margin_loss.default,
+    aten.binary_cross_entropy.default,
+    aten.binary_cross_entropy_with_logits.default,
+    aten.kl_div.default,
+)
+def elementwise_loss(node: fx.Node) -> Rule | None:
+    """``x[a], t[a] -> y[a]`` without a reduction, ``-> y`` (partial) as a sum; a mean has no rule."""
+    call = read(node)
+    shape = call.shape("self")
+    if call["reduction"] not in (NONE, SUM) or call.shape("target") != shape:
+        return None
+    if any(call.has(n) and call.shape(n) != shape for n in ("weight", "pos_weight")):
+        return None
+    dims = plain("a", shape)
+    named = {n: dims for n in ("self", "target", "weight", "pos_weight") if call.has(n)}
+    groups = [call.group("weight")] if call.has("weight") else []
+    return call.rule(dims if call["reduction"] == NONE else (), named, linear=groups)

@@ -1,0 +1,62 @@
+"""Pools and interpolation: batch and channels split, the plane is whole (a halo would be a special)."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from autopar.passes.rules.core import Rule, factors
+from autopar.passes.rules.signature import NEVER, Call, plain, read
+
+aten = torch.ops.aten
+
+
+@factors(
+    aten.max_pool1d.default,
+    aten.max_pool2d.default,
+    aten.max_pool3d.default,
+    aten.max_pool1d_with_indices.default,
+    aten.max_pool2d_with_indices.default,
+    aten.max_pool3d_with_indices.default,
+    aten.adaptive_max_pool1d.default,
+    aten.adaptive_max_pool2d.default,
+    aten.adaptive_max_pool3d.default,
+)
+def max_pool(node: fx.Node) -> Rule:
+    """``x[n c . .] -> y[n c . .]``."""
+    return _planes(read(node), linear=False)
+
+
+@factors(
+    aten.avg_pool1d.default,
+    aten.avg_pool2d.default,
+    aten.avg_pool3d.default,
+    aten.adaptive_avg_pool1d.default,
+    aten.adaptive_avg_pool2d.default,
+    aten.adaptive_avg_pool3d.default,
+    aten._adaptive_avg_pool2d.default,
+    aten.upsample_nearest1d.default,
+    aten.upsample_nearest1d.vec,
+    aten.upsample_nearest2d.default,
+    aten.upsample_nearest2d.vec,
+    aten.upsample_linear1d.default,
+    aten.upsample_linear1d.vec,
+    aten.upsample_bilinear2d.default,
+    aten.upsample_bilinear2d.vec,
+    aten.upsample_bicubic2d.default,
+    aten.upsample_bicubic2d.vec,
+    aten._upsample_bilinear2d_aa.default,
+    aten._upsample_bilinear2d_aa.vec,
+)
+def average_pool(node: fx.Node) -> Rule:
+    """As `max_pool`, and linear."""
+    return _planes(read(node), linear=True)
+
+
+def _planes(call: Call, *, linear: bool) -> Rule:
+    name = "self" if "self" in call.values else "input"
+    shape = call.shape(name)
+    overloaded = str(call.node.target).split(".")[1]
+    plane = next(n for n in (1, 2, 3) if f"{n}d" in overloaded)
+    dims = (*plain("n", shape[: len(shape) - plane]), *(NEVER,) * plane)
+    return call.rule([dims] * len(call.results()), {name: dims}, linear=[call.group(name)] if linear else ())

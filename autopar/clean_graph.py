@@ -1,4 +1,7 @@
-"""torch.export's module as the graph that the passes take: flat, canonical names, meta values, nothing that the plan cannot keep."""
+"""torch.export's module as the graph that the passes take.
+
+Flat, names canonical, values on meta, and nothing in it that a plan could not keep.
+"""
 
 from __future__ import annotations
 
@@ -24,33 +27,38 @@ CHECKS = (  # assertions about metadata that capture has proved, or that a split
 
 
 def clean_graph(
-    program: fx.GraphModule, names: Sequence[str], aliases: Mapping[str, str], trainable: set[str], owned: set[str]
+    program: fx.GraphModule, names: Sequence[str], aliases: Mapping[str, str], kinds: Mapping[str, str]
 ) -> tuple[fx.GraphModule, dict[str, torch.Tensor]]:
-    """The graph by the conventions of ``docs/design.md``, and the tensors that tracing lifted out of the code.
+    """The graph by the conventions of `Capture`, and the tensors that tracing lifted out of the code, by name.
 
-    ``names``: placeholder names; ``aliases``: further names of tied tensors to the canonical one; ``trainable``: canonical FQNs,
-    ``owned``: FQNs of all parameters and buffers.
-    no_grad regions are inlined (what enters them passes through ``detach``), disabled autocast regions too; random
-    ops, enabled autocast and control-flow operators are refused.
+    ``names``: placeholder names. ``aliases``: further names of tied tensors -> the canonical one. ``kinds``: canonical
+    FQN -> ``trainable``, ``frozen`` or ``buffer``. no_grad regions are inlined (what enters them passes through
+    ``detach``), disabled autocast regions too. Random ops, enabled autocast and control-flow operators raise
+    AutoparError.
     """
-    inliner = _Inliner(names, aliases, trainable)
+    inliner = _Inliner(names, aliases, kinds)
     outputs = inliner.top(program)
     inliner.graph.output({"outputs": outputs, "buffers": {}})
     graph = inliner.graph
     _drop_dead(graph)
     for node in graph.nodes:
         _refuse_random(node)
-    attributes = {str(n.target): n.meta["val"] for n in graph.nodes if n.op == "get_attr"}
-    constants = {n: t for n, t in inliner.tensors.items() if n in attributes and n not in owned}
-    return fx.GraphModule(_holder(attributes), graph), constants
+    used = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
+    constants = {n: inliner.tensors[n] for n in used if n not in kinds}
+    for name, tensor in constants.items():
+        if tensor.requires_grad:
+            raise AutoparError(
+                f"{name}: is a tensor that requires a gradient but no parameter. Make it an nn.Parameter."
+            )
+    return fx.GraphModule(_holder(graph, kinds), graph), constants
 
 
 class _Inliner:
-    """Copies nodes into one new graph, higher-order regions inlined. ``flows``: nodes that a gradient passes through."""
+    """Copies nodes into one new graph, regions inlined. ``flows``: the nodes that a gradient passes through."""
 
-    def __init__(self, names: Sequence[str], aliases: Mapping[str, str], trainable: set[str]) -> None:
+    def __init__(self, names: Sequence[str], aliases: Mapping[str, str], kinds: Mapping[str, str]) -> None:
         self.graph = fx.Graph()
-        self.names, self.aliases, self.trainable = names, aliases, trainable
+        self.names, self.aliases, self.kinds = names, aliases, kinds
         self.attributes: dict[str, fx.Node] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.flows: set[fx.Node] = set()
@@ -65,7 +73,7 @@ class _Inliner:
         return tuple(tree_leaves(result))
 
     def region(self, module: fx.GraphModule, env: dict[fx.Node, Any], detached: frozenset[fx.Node]) -> Any:
-        """Copy a module's nodes; ``env`` has its placeholders; ``detached``: nodes that stand for tensors cut off outside."""
+        """Copy a module's nodes; ``env`` has its placeholders; ``detached``: what a no_grad region outside cut off."""
         for node in module.graph.nodes:
             if node.op == "placeholder" or (node.op == "call_module" and node.target == "_guards_fn"):
                 continue
@@ -85,10 +93,11 @@ class _Inliner:
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
         if getattr(node.target, "_schema", None) is not None:
             name = node.target._schema.name  # type: ignore[union-attr]
+            source: Any = env.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
             if name in CHECKS:
                 return None
-            if name in ("aten::detach_", "aten::lift_fresh") and env[node.args[0]] not in self.flows:  # type: ignore[index]
-                return env[node.args[0]]  # type: ignore[index]
+            if name in ("aten::detach_", "aten::lift_fresh", "aten::lift") and source not in self.flows:
+                return source
         new = self.graph.node_copy(node, lambda n: env[n])
         new.meta = _meta(node)
         if new.target is aten.lift_fresh_copy.default:
@@ -107,7 +116,7 @@ class _Inliner:
             self.attributes[name] = self.graph.get_attr(name)
             self.attributes[name].meta = _meta(node)
             self.tensors[name] = tensor
-            if name in self.trainable:
+            if self.kinds.get(name) == "trainable":
                 self.flows.add(self.attributes[name])
         return self.attributes[name]
 
@@ -118,7 +127,7 @@ class _Inliner:
             values = [env[a] for a in operands]  # type: ignore[index]
             if enabled and any(v in detached for v in values):
                 raise AutoparError(
-                    f"{place(node)}: turns gradients on inside a no_grad region. Take it out of the region."
+                    f"{_raw_place(node)}: turns gradients on inside a no_grad region. Take it out of the region."
                 )
             if not enabled:
                 values = [self.detach(v, node) for v in values]
@@ -127,12 +136,15 @@ class _Inliner:
             device_type, dtype, enabled, _cache, body, *operands = node.args
             values = [env[a] for a in operands]  # type: ignore[index]
             if enabled:
+                where = _raw_place(_inner(env[body]))  # type: ignore[index]
                 raise AutoparError(
-                    f"{place(_inner(env[body]))}: runs under autocast({device_type!r}, {dtype}) (its casts depend on the op and are no "  # type: ignore[index]
+                    f"{where}: runs under autocast({device_type!r}, {dtype}) (its casts are chosen when ops run and are no "
                     "part of the graph). Cast with .to(), or convert the model to the dtype."
                 )
         else:
-            raise AutoparError(f"{place(node)}: uses {kind} (only plain ops can be split). Write it with plain ops.")
+            raise AutoparError(
+                f"{_raw_place(node)}: uses {kind} (only plain ops can be split). Write it with plain ops."
+            )
         region = env[body]  # type: ignore[index]
         inputs = region.graph.find_nodes(op="placeholder")
         return self.region(region, dict(zip(inputs, values, strict=True)), detached)
@@ -157,7 +169,7 @@ class _Inliner:
         ]
         if any(w in detached for w in written if isinstance(w, fx.Node)):
             raise AutoparError(
-                f"{place(node)}: changes in place, under no_grad, a tensor that needs a gradient. Write it out of place."
+                f"{place(node)}: changes in place, under no_grad, a tensor that needs a gradient. Make a new tensor."
             )
 
 
@@ -174,37 +186,43 @@ def argument(node: fx.Node, name: str) -> Any:
 
 
 def place(node: fx.Node) -> str:
-    """Module FQN and the user's file:line of a node, for errors."""
+    """Module FQN and the user's file:line of a node of a clean graph, for errors."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     fqn = (str(stack[-1][0]) or str(stack[-1][1]).rpartition(".")[2]) if stack else str(node.target)
-    fqn = fqn.removeprefix("model.")
-    lines = [
-        line.strip() for line in _users_frames(node.meta.get("stack_trace") or "") if line.strip().startswith("File ")
-    ]
-    if not lines:
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
+    files = [line for line in lines if line.startswith("File ")]
+    if not files:
         return fqn
-    number = lines[-1].partition("line ")[2].split(",")[0]
-    return f"{fqn} ({lines[-1].split(chr(34))[1]}:{number})"
+    number = files[-1].partition("line ")[2].split(",")[0]
+    return f"{fqn} ({files[-1].split(chr(34))[1]}:{number})"
+
+
+def _raw_place(node: fx.Node) -> str:
+    """The same for a node of torch.export's graph."""
+    copy = fx.Graph().placeholder(node.name)
+    copy.meta = _meta(node)
+    return place(copy)
 
 
 def _inner(module: fx.GraphModule) -> fx.Node:
-    return next((n for n in module.graph.nodes if n.op == "call_function"), next(iter(module.graph.nodes)))
+    """The first op of a region."""
+    nodes: list[fx.Node] = list(module.graph.nodes)
+    return next((n for n in nodes if n.op == "call_function"), nodes[0])
 
 
 def _refuse_random(node: fx.Node) -> None:
     if not isinstance(node.target, torch._ops.OpOverload):
         return
-    name = node.target._schema.name.removeprefix("aten::")
-    recurrent = name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
-    if torch.Tag.nondeterministic_seeded not in node.target.tags and not recurrent and "dropout" not in name:
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
         return
     p = next((v for v in (argument(node, n) for n in ("p", "dropout_p", "dropout")) if v is not None), None)
     training = next((v for v in (argument(node, n) for n in ("train", "training")) if v is not None), True)
-    if p == 0 or not training or (recurrent and p is None):
+    if p == 0 or not training:
         return
+    name = node.target._schema.name.removeprefix("aten::")
     raise AutoparError(
-        f"{place(node)}: {name} draws random numbers{f' (p={p})' if p else ''} (random ops are refused until autopar has masks that "
-        "do not depend on the plan). Set its probability to 0, or use eval()."
+        f"{place(node)}: {name} draws random numbers{f' (p={p})' if p else ''} (random ops are refused until autopar "
+        "has masks that do not depend on the plan). Set its probability to 0, or use eval()."
     )
 
 
@@ -227,7 +245,7 @@ def _floats(node: fx.Node) -> bool:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """What is kept of a node's meta: the value as a meta tensor, the module stack and source lines of the user's own code."""
+    """What is kept of a node's meta: its value on meta, the module stack, the lines of the user's own code."""
 
     def bare(v: Any) -> Any:
         if not isinstance(v, torch.Tensor):
@@ -254,15 +272,19 @@ def _users_frames(trace: str) -> Iterator[str]:
             yield line
 
 
-def _holder(attributes: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+def _holder(graph: fx.Graph, kinds: Mapping[str, str]) -> torch.nn.Module:
     """A module with a meta tensor under each FQN, so that the graph module is whole and copies of it cost nothing."""
     root = torch.nn.Module()
-    for name, value in attributes.items():
-        *path, last = name.split(".")
+    for node in graph.find_nodes(op="get_attr"):
+        *path, last = str(node.target).split(".")
         at = root
         for part in path:
             if part not in at._modules:
                 at.add_module(part, torch.nn.Module())
-            at = at._modules[part]  # type: ignore[assignment]
-        at.register_buffer(last, value)
+            at = at.get_submodule(part)
+        kind, value = kinds.get(str(node.target)), node.meta["val"]
+        if kind in ("trainable", "frozen"):
+            at.register_parameter(last, torch.nn.Parameter(value, requires_grad=kind == "trainable"))
+        else:
+            at.register_buffer(last, value)
     return root

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -11,46 +11,38 @@ from torch import fx, nn
 
 from autopar.errors import AutoparError
 from autopar.evaluate import run_graph
+from autopar.export_model import Call
 
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # relative to the largest of the tensor; the ops are the same
-COARSE = 3e-2  # half precisions: order of sums may differ
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest value; the ops are the same
+COARSE = 3e-2  # half precisions: the order of sums may differ
+FLOOR = 1e-3  # of the largest gradient of any parameter: gradients that are zero but for noise
+WAY_OUT = "State kept in Python, or a backward of its own, is what capture loses: write it with buffers and plain ops."
 
 
-def compare_with_eager(
-    model: nn.Module,
-    eager: Callable[[], Sequence[torch.Tensor]],
-    graph: fx.GraphModule,
-    inputs: Sequence[torch.Tensor],
-    attributes: Mapping[str, torch.Tensor],
-) -> None:
-    """Raise unless ``graph`` on ``inputs`` equals ``eager()``. Leaves buffers, gradients and random state as they were."""
-    wanted = {n: p for n, p in model.named_parameters() if p.requires_grad}
+def compare_with_eager(call: Call, graph: fx.GraphModule, rows: int, attributes: Mapping[str, torch.Tensor]) -> None:
+    """Raise unless ``graph``, captured at ``rows`` rows, equals the model run on as many rows of the example inputs.
+
+    ``attributes``: the tensors behind the graph's ``get_attr`` nodes. Leaves buffers, gradients and the random state as
+    they were. Raises AutoparError with the name of the first difference.
+    """
+    inputs, wanted = call.signature.example(rows), call.trainable
     with torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _buffers_kept(model) as buffers:
-            expected = eager()
+        with _buffers_kept(call.model):
+            expected, _, _ = call(inputs)
             expected_grads = _gradients(expected, wanted)
-            expected_buffers = {n: b.detach().clone() for n, b in buffers().items()}
+            expected_buffers = {n: b.detach().clone() for n, b in call.model.named_buffers()}
         held = {n: t if isinstance(t, nn.Parameter) else t.clone() for n, t in attributes.items()}
         outputs = run_graph(graph, inputs, held)["outputs"]
         grads = _gradients(outputs, wanted)
-    floor = (
-        max((float(g.abs().max()) for g in expected_grads.values() if g is not None and g.numel()), default=0.0) * 1e-3
-    )
     for i, (got, want) in enumerate(zip(outputs, expected, strict=True)):
         _refuse_difference("loss" if i == 0 else f"output {i}", got, want, 0.0)
-    for name, want_grad in expected_grads.items():
-        got_grad = grads[name]
-        if (got_grad is None) != (want_grad is None):
-            which = "no gradient" if got_grad is None else "a gradient"
-            raise AutoparError(f"{name}: has {which} in the captured graph, unlike in eager. {_WAY_OUT}")
-        if got_grad is not None and want_grad is not None:
-            _refuse_difference(f"gradient of {name}", got_grad, want_grad, floor)
-    for name, want in expected_buffers.items():
-        _refuse_difference(f"buffer {name}", held[name], want, 0.0)
-
-
-_WAY_OUT = "Report the model; state kept in Python or a backward of its own is what capture loses."
+    floor = FLOOR * max((_largest(g) for g in expected_grads.values() if g is not None), default=0.0)
+    for name, wanted_grad in expected_grads.items():
+        _refuse_gradient(name, grads[name], wanted_grad, floor)
+    for name, buffer in expected_buffers.items():
+        if name in held:
+            _refuse_difference(f"buffer {name}", held[name], buffer, 0.0)
 
 
 def _gradients(outputs: Sequence[torch.Tensor], wanted: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
@@ -61,11 +53,11 @@ def _gradients(outputs: Sequence[torch.Tensor], wanted: Mapping[str, nn.Paramete
 
 
 @contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[Callable[[], dict[str, torch.Tensor]]]:
-    """Yields a view of the buffers as the model has them now; puts objects and values back at the end."""
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put the model's buffers, objects and values, back at the end."""
     slots = [(m, n, b, b.detach().clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
     try:
-        yield lambda: dict(model.named_buffers())
+        yield
     finally:
         for module, name, tensor, saved in slots:
             with torch.no_grad():
@@ -73,19 +65,31 @@ def _buffers_kept(model: nn.Module) -> Iterator[Callable[[], dict[str, torch.Ten
             module._buffers[name] = tensor
 
 
+def _refuse_gradient(name: str, got: torch.Tensor | None, want: torch.Tensor | None, floor: float) -> None:
+    if got is None and want is None:
+        return
+    if got is None or want is None:
+        which = "no gradient" if got is None else "a gradient"
+        raise AutoparError(f"{name}: has {which} in the captured graph, unlike in eager. {WAY_OUT}")
+    _refuse_difference(f"gradient of {name}", got, want, floor)
+
+
 def _refuse_difference(what: str, got: torch.Tensor, want: torch.Tensor, floor: float) -> None:
+    """Raise unless equal within the dtype's tolerance times the largest value (at least ``floor``)."""
     if got.shape != want.shape or got.dtype != want.dtype:
-        raise AutoparError(
-            f"{what}: is {got.dtype} {tuple(got.shape)} captured, {want.dtype} {tuple(want.shape)} in eager. {_WAY_OUT}"
-        )
-    if not got.numel() or torch.equal(got, want):
+        a, b = (f"{t.dtype} {tuple(t.shape)}" for t in (got, want))
+        raise AutoparError(f"{what}: is {a} in the captured graph, {b} in eager. {WAY_OUT}")
+    if torch.equal(got, want):
         return
     wide = torch.complex128 if got.is_complex() else torch.float64
-    a, b = got.detach().to(wide), want.detach().to(wide)
-    scale = max(float(b.abs().nan_to_num(0, 0, 0).max()), floor)
-    limit = TOLERANCE.get(got.dtype, COARSE) if got.is_floating_point() or got.is_complex() else 0.0
-    if not torch.allclose(a, b, rtol=0.0, atol=limit * scale, equal_nan=True):
-        worst = float((a - b).abs().nan_to_num(float("inf")).max())
-        raise AutoparError(
-            f"{what}: differs from eager by {worst:.1e} (largest value {scale:.1e}) in the captured graph. {_WAY_OUT}"
-        )
+    a64, b64 = got.detach().to(wide), want.detach().to(wide)
+    scale = max(_largest(want), floor)
+    inexact = got.is_floating_point() or got.is_complex()
+    limit = TOLERANCE.get(got.dtype, COARSE) * scale if inexact else 0.0
+    if not torch.allclose(a64, b64, rtol=0.0, atol=limit, equal_nan=True):
+        worst = float((a64 - b64).abs().nan_to_num(float("inf")).max())
+        raise AutoparError(f"{what}: differs from eager by {worst:.1e} (largest value {scale:.1e}). {WAY_OUT}")
+
+
+def _largest(t: torch.Tensor) -> float:
+    return float(t.detach().abs().double().nan_to_num(0, 0, 0).max()) if t.numel() else 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,8 +23,8 @@ def run_graph(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor], attr
     """Run the graph op by op and return what its output node holds, ``{"outputs": (loss, ...), "buffers": {...}}``.
 
     ``inputs``: one tensor per placeholder, of the placeholders' shapes. ``attrs``: parameters, buffers and constants by
-    FQN; buffers that the graph changes in place are changed. Ops that create tensors do so on the device of ``attrs``.
-    Autograd works through it.
+    FQN; buffers that the graph changes in place are changed. Ops that create tensors do so on the device of ``attrs``,
+    whatever device was captured. Autograd works through it.
 
     Example:
         >>> run_graph(capture.graph, capture.flatten_inputs((x,)), capture.attributes)["outputs"][0].backward()
@@ -42,13 +43,20 @@ class _Evaluator(fx.Interpreter):
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._attrs[target]
 
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        def here(a: Any) -> Any:
-            return self._device if isinstance(a, torch.device) else a
+    def run_node(self, n: fx.Node) -> Any:
+        if n.target is not torch.ops.aten.batch_norm.default or not (
+            isinstance(n.args[6], float) and math.isnan(n.args[6])
+        ):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)  # momentum None: the average over all batches so far
+        mean = str(n.args[3].target)  # type: ignore[union-attr]
+        count = self._attrs[mean.removesuffix("running_mean") + "num_batches_tracked"]
+        return n.target(*args[:6], 1.0 / float(count), *args[7:], **kwargs)
 
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._device}
-        return target(*(here(a) for a in args), **kwargs)
+        return target(*(self._device if isinstance(a, torch.device) else a for a in args), **kwargs)
 
 
 def to_float64(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -1,9 +1,11 @@
-"""The inputs of a captured model: which leaves are tensors, which have the batch, and how calls are checked against it."""
+"""The inputs of a captured model: which leaves are tensors, which have the batch, and the checks of later calls."""
 
 from __future__ import annotations
 
+import builtins
 import enum
 import inspect
+import keyword
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 from autopar.errors import AutoparError
-from autopar.trees import Tree, flatten, unflatten
+from autopar.trees import Tree, flatten, ordered_like, unflatten
 
 CONSTANTS = (
     type(None),
@@ -49,7 +51,7 @@ class InputSpec:
 
 @dataclass(frozen=True)
 class _Argument:
-    """One argument of forward (or of the loss): its key, where it goes, its structure and its leaves (None: a tensor)."""
+    """One argument of forward (or of the loss): its key, where it goes, its structure and its leaves."""
 
     key: str
     kind: str  # positional | keyword | loss
@@ -133,7 +135,7 @@ class Signature:
                     f"{a.paths[0] if a.paths else a.word}: is missing (the model was captured with it). Pass it."
                 )
             path, value = given.pop(a.key)
-            leaves, tree = flatten(value, path)
+            leaves, tree = flatten(ordered_like(value, unflatten(range(a.tree.size), a.tree)), path)
             if tree != a.tree:
                 raise AutoparError(
                     f"{path}: has another structure than at capture ({_leaf_names(a.paths)}). Pass the same."
@@ -143,8 +145,8 @@ class Signature:
                     tensors.append(_checked(where, leaf, next(specs), rows))
                 elif isinstance(leaf, torch.Tensor) or type(leaf) is not type(constant) or leaf != constant:
                     raise AutoparError(
-                        f"{where}: is {_short(leaf)}, at capture it was {constant!r} (what is no tensor is a constant of the "
-                        "graph). Pass the same, or capture again."
+                        f"{where}: is {_short(leaf)}, at capture it was {constant!r} (what is no tensor is a constant "
+                        "of the graph). Pass the same, or capture again."
                     )
         if given:
             path, _ = next(iter(given.values()))
@@ -188,6 +190,7 @@ def _named(found: list[tuple[str, str, torch.Tensor]]) -> list[InputSpec]:
     for word, path, tensor in found:
         base = "_".join(part for part in "".join(c if c.isalnum() else " " for c in word).split()) or "input"
         base = base if base[0].isalpha() else f"input_{base}"
+        base += "_" if keyword.iskeyword(base) or hasattr(builtins, base) else ""  # as fx would rename it
         name, n = base, 0
         while name in taken:
             n += 1
@@ -199,7 +202,7 @@ def _named(found: list[tuple[str, str, torch.Tensor]]) -> list[InputSpec]:
 
 def _with_batch(specs: list[InputSpec], batch_dims: Mapping[str, int | None]) -> tuple[tuple[InputSpec, ...], int]:
     for key, dim in batch_dims.items():
-        if not any(key in (s.name, s.path) for s in specs):
+        if not any(key in _names(s) for s in specs):
             raise AutoparError(
                 f"batch_dims: {key!r} is no tensor input. Inputs are {_leaf_names([s.name for s in specs])}."
             )
@@ -207,7 +210,7 @@ def _with_batch(specs: list[InputSpec], batch_dims: Mapping[str, int | None]) ->
             raise AutoparError(
                 f"batch_dims: {key!r} has dim {dim!r} (only dim 0 can be the batch). Give 0, or None for no batch."
             )
-    told = {s.name: batch_dims.get(s.name, batch_dims.get(s.path, "rule")) for s in specs}
+    told = {s.name: next((batch_dims[k] for k in _names(s) if k in batch_dims), "rule") for s in specs}
     first = next((s for s in specs if told[s.name] == 0), None)
     first = first or next((s for s in specs if told[s.name] == "rule" and s.shape), None)
     if first is None or not first.shape:
@@ -225,6 +228,10 @@ def _with_batch(specs: list[InputSpec], batch_dims: Mapping[str, int | None]) ->
     if rows < 1:
         raise AutoparError(f"{first.path}: has no rows. Give at least one.")
     return tuple(done), rows
+
+
+def _names(spec: InputSpec) -> tuple[str, ...]:
+    return spec.name, spec.name.removesuffix("_"), spec.path
 
 
 def _refuse_leaf(where: str, leaf: Any) -> None:

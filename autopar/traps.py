@@ -35,17 +35,21 @@ WRAPPERS = {
 }
 
 
-def refuse_model(model: nn.Module) -> None:
-    """Raise unless ``model`` is a plain module whose forward and backward torch.export keeps."""
+def refuse_model(model: nn.Module, *, backward: bool) -> None:
+    """Raise unless ``model`` is a plain module whose forward (and, if asked, ``backward``) torch.export keeps."""
     if not isinstance(model, nn.Module):
         raise AutoparError(f"model: is a {type(model).__name__} (not a torch.nn.Module). Pass the module itself.")
     for name, module in model.named_modules(remove_duplicate=False):
-        _refuse_module(name or type(model).__name__, module)
+        _refuse_module(name or type(model).__name__, module, backward)
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        _refuse_parameter(name, parameter)
+        _refuse_parameter(name, parameter, backward)
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if nn.parameter.is_lazy(buffer):
             raise AutoparError(f"{name}: is not initialised yet (lazy module). Run one forward pass first.")
+        if buffer.requires_grad:
+            raise AutoparError(
+                f"{name}: is a buffer that requires a gradient (only parameters do). Make it a Parameter."
+            )
     devices = sorted({str(t.device) for t in (*model.parameters(), *model.buffers())})
     if len(devices) > 1:
         raise AutoparError(f"model: is spread over devices {', '.join(devices)}. Put all of it on one, or on meta.")
@@ -56,29 +60,31 @@ def refuse_model(model: nn.Module) -> None:
         )
 
 
-def _refuse_module(name: str, module: nn.Module) -> None:
+def _refuse_module(name: str, module: nn.Module, backward: bool) -> None:
     for kind in type(module).__mro__:
         if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
             what = WRAPPERS[kind.__name__]
             raise AutoparError(f"{name}: is wrapped by {what} (autopar places the model itself). Pass the plain model.")
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise AutoparError(f"{name}: was compiled by .compile() (capture needs plain code). Pass the plain model.")
+    global_hooks = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks
     if isinstance(module, nn.SyncBatchNorm):
         raise AutoparError(
-            f"{name}: is a SyncBatchNorm (autopar's BatchNorm already has the whole batch's statistics). Use nn.BatchNorm."
+            f"{name}: is a SyncBatchNorm (autopar's BatchNorm has the whole batch's statistics anyway). "
+            "Use nn.BatchNorm."
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         raise AutoparError(
             f"{name}: has sparse=True (sparse gradients cannot be reduced over ranks). Use sparse=False."
         )
-    if module._backward_hooks or module._backward_pre_hooks:
+    if backward and (module._backward_hooks or module._backward_pre_hooks or global_hooks):
         raise AutoparError(
-            f"{name}: has a backward hook (capture would drop it). Remove it; forward hooks are kept, and gradients can "
-            "be changed between step() and the optimizer."
+            f"{name}: has a backward hook (capture would drop it). Remove it; forward hooks are kept, gradients "
+            "can be changed between step() and the optimizer."
         )
 
 
-def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
+def _refuse_parameter(name: str, parameter: nn.Parameter, backward: bool) -> None:
     if nn.parameter.is_lazy(parameter):
         raise AutoparError(f"{name}: is not initialised yet (lazy module). Run one forward pass first.")
     if type(parameter.data).__name__ == "DTensor":
@@ -91,7 +97,7 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
         )
     if parameter.is_complex() and parameter.requires_grad:
         raise AutoparError(f"{name}: is complex (collectives sum real numbers). Keep it as two real parameters.")
-    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:  # type: ignore[attr-defined]
+    if backward and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
         raise AutoparError(
             f"{name}: has a gradient hook (it would see a shard of the gradient). Remove it and change the gradient "
             "between step() and the optimizer."
@@ -99,31 +105,28 @@ def _refuse_parameter(name: str, parameter: nn.Parameter) -> None:
 
 
 @contextmanager
-def watched_trace(model: nn.Module, hints: list[str]) -> Iterator[None]:
-    """While the model is traced: refuse custom backwards and tensor hooks, note checkpointed regions in ``hints``."""
+def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterator[None]:
+    """While the model is traced: refuse custom backwards and tensor hooks where ``backward`` matters, and note
+    checkpointed regions in ``hints``."""
     names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__module__.startswith("torch.") and cls.__name__ != "CheckpointFunction":
-            return original_apply(cls, *args, **kwargs)
-        if not any(isinstance(a, torch.Tensor) for a in args) and cls.__name__ != "CheckpointFunction":
-            return original_apply(cls, *args, **kwargs)
-        where = where_now(names)
-        if cls.__name__ == "CheckpointFunction":
+        if cls.__name__ == "CheckpointFunction" and cls.__module__ == "torch.utils.checkpoint":
             raise AutoparError(
-                f"{where}: uses reentrant checkpointing (capture loses its gradient). Use use_reentrant=False."
+                f"{where_now(names)}: uses reentrant checkpointing (capture loses its gradient). Use "
+                "use_reentrant=False."
             )
-        raise AutoparError(
-            f"{where}: calls autograd.Function {cls.__name__} (capture would lose its backward). Write it with plain ops, or "
-            "as a torch.library.custom_op with register_autograd."
-        )
+        if not cls.__module__.startswith("torch."):
+            raise AutoparError(
+                f"{where_now(names)}: calls autograd.Function {cls.__name__} (capture would lose its backward). Write "
+                "it with plain ops, or as a torch.library.custom_op with register_autograd."
+            )
+        return original_apply(cls, *args, **kwargs)
 
     def register_hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if _inside_torch(sys._getframe(1)):
-            return original_hook(self, *args, **kwargs)
-        raise AutoparError(
-            f"{where_now(names)}: registers a gradient hook on a tensor (capture would drop it). Remove it."
-        )
+        if not is_users(sys._getframe(1).f_code.co_filename):
+            return original_hook(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        raise AutoparError(f"{where_now(names)}: puts a gradient hook on a tensor (capture would drop it). Remove it.")
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
         note = f"{where_now(names)}: its checkpointed region is dropped; recomputation is the plan's choice."
@@ -131,13 +134,14 @@ def watched_trace(model: nn.Module, hints: list[str]) -> Iterator[None]:
             hints.append(note)
         return original_checkpoint(*args, **kwargs)
 
-    original_apply: Callable[..., Any] = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    original_apply: Callable[..., Any] = vars(torch.autograd.Function)["apply"].__func__
     original_hook = torch.Tensor.register_hook
     original_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     with ExitStack() as stack:
-        stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply)))
-        stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
         stack.enter_context(patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint))
+        if backward:
+            stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+            stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
         yield
 
 
@@ -156,8 +160,8 @@ def refuse_failure(model: nn.Module, error: BaseException, rows: int) -> Autopar
     kinds = {type(link).__name__ for link in chain}
     if kinds & {"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"}:
         return AutoparError(
-            f"{where}: what runs here depends on the values of tensors (a plan must hold for every batch). Use torch.where "
-            "or masks, or pass the decision as a Python argument."
+            f"{where}: what runs here depends on the values of tensors (a plan must hold for every batch). Use "
+            "torch.where or masks, or pass the decision as a Python argument."
         )
     text = str(error).strip().splitlines() or [""]
     return AutoparError(f"{where}: cannot be captured at batch size {rows} ({type(error).__name__}: {text[0][:300]}).")

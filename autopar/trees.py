@@ -39,7 +39,7 @@ def flatten(value: Any, path: str = "") -> tuple[list[tuple[str, Any]], Tree]:
             fields = {f.name: getattr(leaf, f.name) for f in dataclasses.fields(leaf) if f.init}
             below = [(name, *flatten(v)) for name, v in fields.items()]
             leaves += [(f"{where}.{name}{p}", v) for name, found, _ in below for p, v in found]
-            _, fields_spec = pytree.tree_flatten({name: 0 for name in fields})
+            _, fields_spec = pytree.tree_flatten(dict.fromkeys(fields, 0))
             trees = tuple((None, tree) for _, _, tree in below)
             inner.append((type(leaf), Tree(fields_spec, trees, sum(t.size for _, t in trees))))
         else:
@@ -63,3 +63,12 @@ def unflatten(leaves: Sequence[Any], tree: Tree) -> Any:
             value = unflatten(piece, subtree)
             values.append(value if kind is None else kind(**value))
     return pytree.tree_unflatten(values, tree.spec)
+
+
+def ordered_like(value: Any, like: Any) -> Any:
+    """``value`` with the keys of its dicts in the order of ``like``'s, wherever the two have the same keys."""
+    if type(value) is dict and type(like) is dict and value.keys() == like.keys():
+        return {k: ordered_like(value[k], like[k]) for k in like}
+    if type(value) in (list, tuple) and type(like) is type(value) and len(value) == len(like):
+        return type(value)(ordered_like(v, w) for v, w in zip(value, like))
+    return value

@@ -1,0 +1,243 @@
+"""torch.export of a model with its loss on fake inputs of a chosen batch size."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import logging
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from autopar.clean_graph import clean_graph
+from autopar.errors import AutoparError
+from autopar.signature import Signature
+from autopar.traps import refuse_failure, watched_trace
+from autopar.trees import Tree, flatten
+
+Loss = Callable[..., torch.Tensor]
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What the model returned: its structure, the leaves that are not tensors, and which leaf is the loss."""
+
+    tree: Tree
+    constants: Mapping[int, Any]  # leaf index -> value
+    loss_leaf: int | None  # None where ``loss=`` made the loss, or there is none
+
+
+@dataclass(frozen=True)
+class Exported:
+    """One export: the clean graph, lifted constants, the structure of the output."""
+
+    graph: fx.GraphModule
+    constants: dict[str, torch.Tensor]
+    outputs: Outputs
+    has_loss: bool
+    hints: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """How the model and the loss are called on the tensor leaves of the inputs."""
+
+    model: nn.Module
+    signature: Signature
+    loss: Loss | None
+    loss_required: bool
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Outputs, bool]:
+        """The loss (if any) and the other tensor leaves; the output's structure; whether there is a loss."""
+        args, kwargs, extra = self.signature.unflatten(tensors)
+        out = self.model(*args, **kwargs)
+        pairs, tree = flatten(out, "output")
+        leaves = [leaf for _, leaf in pairs]
+        loss = _returned_loss(out) if self.loss is None else self._given_loss(out, args, kwargs, extra)
+        self._refuse_loss(loss, out)
+        at = next((i for i, leaf in enumerate(leaves) if loss is not None and leaf is loss), None)
+        constants = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
+        rest = [v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and i != at]
+        return (*([] if loss is None else [loss]), *rest), Outputs(tree, constants, at), loss is not None
+
+    @property
+    def trainable(self) -> dict[str, nn.Parameter]:
+        """Parameters that get a gradient: none where only the forward is wanted."""
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad and self.loss_required}
+
+    def _given_loss(self, out: Any, args: Sequence[Any], kwargs: dict[str, Any], extra: dict[str, Any]) -> Any:
+        assert self.loss is not None
+        if extra:
+            return self.loss(out, **extra)
+        parameters = inspect.signature(self.loss.forward if isinstance(self.loss, nn.Module) else self.loss).parameters
+        wanted = [p for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
+        alone = len(wanted) == 1 and wanted[0].kind is not inspect.Parameter.VAR_POSITIONAL
+        return self.loss(out) if alone else self.loss(out, *args, **kwargs)
+
+    def _refuse_loss(self, loss: Any, out: Any) -> None:
+        if loss is None:
+            if self.loss_required:
+                raise AutoparError(
+                    f"{type(self.model).__name__}: returns no loss (a {type(out).__name__} without .loss). Return a "
+                    "scalar, pass labels, or give loss=."
+                )
+            return
+        if isinstance(loss, torch.Tensor) and loss.ndim == 0 and loss.is_floating_point():
+            return
+        what = f"{loss.dtype} of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        raise AutoparError(f"loss: is {what} (a step needs one real number). Return a 0-d float tensor.")
+
+
+def export_model(call: Call, rows: int) -> Exported:
+    """Export the model and its loss at ``rows`` rows; computes nothing and leaves the model as it is.
+
+    Raises AutoparError where the model cannot be traced or what it does cannot be kept.
+    """
+    hints: list[str] = []
+    flat = _Flat(call)
+    owned = (*call.model.parameters(), *call.model.buffers())
+    device = next((t.device for t in owned), torch.device("cpu"))
+    with FakeTensorMode(allow_non_fake_inputs=True, export=True):
+        inputs = tuple(torch.empty(s.at(rows).shape, dtype=s.dtype, device=device) for s in call.signature.inputs)
+    try:
+        with (
+            torch.enable_grad(),
+            _quiet(),
+            _countable(call.model),
+            watched_trace(call.model, hints, call.loss_required),
+        ):
+            program = torch.export.export(flat, inputs, strict=False).module(check_guards=False)
+    except Exception as error:
+        raise refuse_failure(call.model, error, rows) from error
+    assert isinstance(program, fx.GraphModule)
+    model = call.model
+    kinds = {n: "buffer" for n, _ in model.named_buffers()} | {n: "frozen" for n, _ in model.named_parameters()}
+    kinds |= dict.fromkeys(call.trainable, "trainable")
+    graph, constants = clean_graph(program, [s.name for s in call.signature.inputs], aliases_of(model), kinds)
+    outputs = _without_opaque(flat.seen.outputs, hints)
+    if flat.seen.has_loss and call.loss_required and not _learns(graph, kinds):
+        raise AutoparError(
+            f"{type(model).__name__}: its loss depends on no parameter that requires a gradient (frozen, under "
+            "no_grad or detached). Unfreeze one, or use eval() for forward only."
+        )
+    return Exported(graph, constants, outputs, flat.seen.has_loss, tuple(hints))
+
+
+def aliases_of(model: nn.Module) -> dict[str, str]:
+    """Every further name of a tensor that the model holds under several -> the name that named_parameters() lists."""
+    first: dict[int, str] = {}
+    aliases: dict[str, str] = {}
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, tensor in named:
+        canonical = first.setdefault(id(tensor), name)
+        if canonical != name:
+            aliases[name] = canonical
+    return aliases
+
+
+class _Seen:
+    """What a trace learns beside the graph."""
+
+    outputs: Outputs
+    has_loss: bool
+
+
+class _Flat(nn.Module):
+    """The model and its loss with flat tensors in and out."""
+
+    def __init__(self, call: Call) -> None:
+        super().__init__()
+        self.model = call.model
+        self.training = call.model.training
+        if isinstance(call.loss, nn.Module):
+            self.given_loss = call.loss
+        self.call, self.seen = call, _Seen()
+
+    def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        tensors, self.seen.outputs, self.seen.has_loss = self.call(leaves)
+        return tensors
+
+
+def _returned_loss(out: Any) -> Any:
+    if isinstance(out, torch.Tensor):
+        return out if out.ndim == 0 else None
+    found = getattr(out, "loss", None)
+    if found is None and isinstance(out, Mapping):
+        found = out.get("loss")
+    if (
+        found is None
+        and isinstance(out, (tuple, list))
+        and out
+        and isinstance(out[0], torch.Tensor)
+        and out[0].ndim == 0
+    ):
+        found = out[0]
+    return found
+
+
+def _without_opaque(outputs: Outputs, hints: list[str]) -> Outputs:
+    """Leaves that are neither tensors nor plain values (a key-value cache) are returned as None, and a hint says so."""
+    constants = dict(outputs.constants)
+    for i, leaf in constants.items():
+        if not isinstance(leaf, PLAIN):
+            hints.append(
+                f"output: a {type(leaf).__name__} is no tensor and no container; None is returned in its place."
+            )
+            constants[i] = None
+    return Outputs(outputs.tree, constants, outputs.loss_leaf)
+
+
+def _learns(graph: fx.GraphModule, kinds: Mapping[str, str]) -> bool:
+    """Whether the loss reaches a trainable parameter through ops that pass gradients."""
+    (output,) = graph.graph.find_nodes(op="output")
+    todo, seen = [output.args[0]["outputs"][0]], set[fx.Node]()
+    while todo:
+        node = todo.pop()
+        if node in seen or node.target is torch.ops.aten.detach.default:
+            continue
+        seen.add(node)
+        if node.op == "get_attr" and kinds.get(str(node.target)) == "trainable":
+            return True
+        todo += node.all_input_nodes
+    return False
+
+
+@contextlib.contextmanager
+def _countable(model: nn.Module) -> Iterator[None]:
+    """Batch norms with ``momentum=None`` read their counter as a Python number; while traced their momentum is nan,
+    which stands for None in the graph."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.momentum is None]
+    try:
+        for norm in norms:
+            norm.momentum = math.nan
+        yield
+    finally:
+        for norm in norms:
+            norm.momentum = None
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep back torch's warnings and the partial graph that it prints when a trace fails."""
+    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
+    level, printed = log.level, io.StringIO()
+    log.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
+            warnings.simplefilter("ignore")
+            yield
+    except Exception:
+        raise
+    else:
+        sys.stderr.write(printed.getvalue())  # what the model itself printed
+    finally:
+        log.setLevel(level)

@@ -33,6 +33,7 @@ T = TypeVar("T")
 
 GRACE = 1.0  # seconds that the other ranks get to answer once one has failed
 GROUP_SHARE = 0.8  # of the timeout: a collective gives up earlier than the pool, so that ranks that only waited say so
+_DEAD = object()  # in place of an answer, which may be None
 START = 60.0  # seconds for the ranks to start, torch's import in the server process included
 
 
@@ -121,11 +122,11 @@ class RankPool:
             handles = {self._ranks[r][1]: r for r in open_} | {self._ranks[r][0].sentinel: r for r in open_}
             for rank in sorted({handles[h] for h in wait(list(handles), max(0.0, end - time.monotonic()))}):
                 answer = self._receive(rank)
-                if answer is None:
+                if answer is _DEAD:
                     dead.append(rank)
                 else:
                     answers[rank] = answer
-                if not failed and (answer is None or isinstance(answer, _Failure)):
+                if not failed and (answer is _DEAD or isinstance(answer, _Failure)):
                     failed, end = True, min(end, time.monotonic() + GRACE)
         failures = {r: a for r, a in answers.items() if isinstance(a, _Failure)}
         if not failures and len(answers) == self.world_size:
@@ -138,13 +139,13 @@ class RankPool:
                 self._kill()
 
     def _receive(self, rank: int) -> Any:
-        """The rank's answer, or None when it has died."""
+        """The rank's answer, or `_DEAD` when it has died."""
         process, connection = self._ranks[rank]
         try:
             return pickle.loads(connection.recv_bytes())
         except (EOFError, OSError):
             process.join(GRACE)
-            return None
+            return _DEAD
 
     def _blame(
         self, what: str, timeout: float, answers: dict[int, Any], failures: dict[int, _Failure], dead: list[int]

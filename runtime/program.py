@@ -1,0 +1,348 @@
+"""The program of one rank: one step over the whole global batch, microbatch by microbatch.
+
+A step cuts the inputs to this rank's pieces, runs the prologue once, takes the parameters from how they rest to how
+they are used, runs forward and backward of every microbatch, and brings the gradients back to rest, where they add
+to ``.grad`` as ``backward()`` does. Time is the outermost cut of the batch: a rank's own rows come in (microbatch,
+data rank) order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+
+from autopar.errors import AutoparError
+from autopar.passes.layout import PARTIAL, SHARD, Mesh
+from autopar.runtime.mesh import Ranks, naming, placements
+from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local, take
+
+if TYPE_CHECKING:
+    from autopar.passes.lower import InputUse, Local, OutputUse, ParameterUse
+
+
+@dataclass
+class Held:
+    """One parameter during a step. ``rest``: the piece at rest; ``entry``: made of it by the enter graph, or None where
+    it is used as it rests; ``leaf``: what the microbatches read, and where their gradients add up."""
+
+    use: ParameterUse
+    parameter: DTensor
+    rest: Tensor
+    entry: Tensor | None
+    leaf: Tensor
+
+    def reduce(self, again: bool) -> None:
+        """Take the gradient that has added up back through the enter graph; ``again``: it will be called once more."""
+        if self.entry is not None and self.leaf.grad is not None:
+            torch.autograd.backward(self.entry, self.leaf.grad, retain_graph=again)
+            self.leaf.grad = None
+
+    def deliver(self) -> None:
+        """Add the step's gradient to the parameter's, as ``backward()`` does; none, where nothing flowed."""
+        if self.rest.grad is None:
+            return
+        old, new = self.parameter.grad, self.rest.grad.contiguous()
+        if old is not None:
+            assert isinstance(old, DTensor) and old.placements == self.parameter.placements, f"{self.use.fqn}.grad"
+            local(old).add_(new)
+            return
+        like = self.parameter
+        self.parameter.grad = DTensor.from_local(
+            new, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
+
+
+class Program:
+    """Executes a lowered step on this rank. All ranks call the same methods in the same order.
+
+    ``local``: what `lower` made for this rank; ``tensors``: what `place` made; ``constants``: full values by name, of
+    which rank 0's count.
+
+    Example:
+        ``program = Program(local, place(model, local.parameters, ranks), ranks, constants)``, then in each step
+        ``(loss,) = program.step([tokens, labels])``; ``optimizer.step()``.
+    """
+
+    def __init__(self, local: Local, tensors: nn.Module, ranks: Ranks, constants: Mapping[str, Tensor]) -> None:
+        self.local, self.tensors, self.mesh = local, tensors, local.mesh
+        self.ranks = ranks.for_mesh(local.mesh)
+        self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
+        self.constants = [from_rank_0(constants[name], ranks) for name in local.constants]
+        names = next((p.device_mesh.mesh_dim_names for p in tensors.parameters() if isinstance(p, DTensor)), None) or ()
+        self._order = tuple(self.mesh.index(name) for name in names if self.mesh.space)
+        self.data_axes = _data_axes(local.inputs, self.mesh)
+        self.steps = 0
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `data_world_size` pieces of each batch this rank's local rows are, for a sampler."""
+        index = 0
+        for axis in self.data_axes:
+            index = index * self.mesh.axes[axis].size + self.ranks.coordinates[axis]
+        return index
+
+    @property
+    def data_world_size(self) -> int:
+        """Into how many pieces the ranks cut the batch."""
+        return math.prod(self.mesh.axes[axis].size for axis in self.data_axes)
+
+    def step(
+        self, inputs: Sequence[Tensor], *, inputs_are: str = "global", outputs: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Forward and backward of the whole global batch.
+
+        ``inputs``: in the order of ``local.inputs``; ``"global"``: every rank has the whole batch, ``"local"``: this
+        rank has its own rows of inputs that are cut by the batch, shape ``[B / data_world_size, ...]``, in
+        (microbatch, data rank) order. Returns the loss of the global batch, the same on every rank, and with
+        ``outputs`` after it the other outputs as global tensors. Adds to ``.grad``; updates buffers in place.
+
+        Raises AutoparError for inputs that do not fit the plan, that differ among ranks which must have the same ones
+        (checked on the first step), and where another rank does not answer.
+        """
+        with naming(self.ranks, self.steps + 1):
+            batch = self._batch(inputs, inputs_are)
+            held = [self._enter(use) for use in self.local.parameters]
+            made, updates = self._loop(batch, held, train=True)
+            for h in held:
+                h.reduce(again=False)
+                h.deliver()
+            self._write(updates)
+            loss = sum((m[0] for m in made[1:]), made[0][0])
+            assert isinstance(loss, Tensor)
+            self.steps += 1
+            return (loss, *self._assemble(made, range(1, len(self.local.outputs)))) if outputs else (loss,)
+
+    @torch.no_grad()
+    def forward(self, inputs: Sequence[Tensor], *, inputs_are: str = "global") -> tuple[Tensor, ...]:
+        """All outputs of the whole global batch as global tensors, without gradients; inputs as `step` takes them.
+        Buffers are updated as the captured forward does."""
+        with naming(self.ranks, self.steps + 1):
+            batch = self._batch(inputs, inputs_are)
+            held = [self._enter(use) for use in self.local.parameters]
+            made, updates = self._loop(batch, held, train=False)
+            self._write(updates)
+            self.steps += 1
+            return tuple(self._assemble(made, range(len(self.local.outputs))))
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """`parameters.clip_grad_norm_` of this program's parameters: the norm of the whole model on every rank."""
+        with naming(self.ranks, self.steps):
+            return clip_grad_norm_(self.tensors, self.ranks, max_norm, norm_type, error_if_nonfinite)
+
+    def _loop(self, batch: Batch, held: list[Held], train: bool) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """Every microbatch in turn: (outputs of each, buffer updates of the last)."""
+        buffers = [self.tensors.get_buffer(name) for name in self.local.buffers]
+        fixed = [*(h.leaf for h in held), *buffers, *self.constants]
+        hoisted: tuple[Tensor, ...] = ()
+        if self.local.prologue is not None:
+            with torch.no_grad():
+                hoisted = self.local.prologue(*fixed, *batch.whole)
+        made: list[tuple[Tensor, ...]] = []
+        updates: tuple[Tensor, ...] = ()
+        for m, rows in enumerate(self.rows):
+            body = self._body(rows)
+            outs, updates = body(*fixed, *batch.pieces[m], *hoisted, m)
+            if train:
+                if not outs[0].requires_grad:
+                    raise AutoparError(
+                        "step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode."
+                    )
+                torch.autograd.backward(outs[0])
+                for h in held:
+                    if h.use.reduce == "microbatch" and m + 1 < len(self.rows):
+                        h.reduce(again=True)
+            made.append(tuple(out.detach() for out in outs))
+        return made, updates
+
+    def _body(self, rows: int) -> fx.GraphModule:
+        if self.mesh.time is None:
+            (only,) = self.local.body.values()
+            return only
+        return self.local.body[rows]
+
+    def _enter(self, use: ParameterUse) -> Held:
+        parameter = self.tensors.get_parameter(use.fqn)
+        assert isinstance(parameter, DTensor)
+        if parameter.requires_grad and not use.trainable:
+            raise AutoparError(f"{use.fqn}: was frozen when compiled and now requires a gradient. Compile again.")
+        assert placements(use.rest, self._order) == list(parameter.placements), f"{use.fqn} does not rest as {use.rest}"
+        rest = local(parameter).detach().requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
+        if use.fqn not in self.local.enter:
+            return Held(use, parameter, rest, None, rest)
+        entry = self.local.enter[use.fqn](rest)
+        return Held(use, parameter, rest, entry, entry.detach().requires_grad_(rest.requires_grad))
+
+    @torch.no_grad()
+    def _write(self, updates: tuple[Tensor, ...]) -> None:
+        for name, update in zip(self.local.buffer_updates, updates, strict=True):
+            self.tensors.get_buffer(name).copy_(update)
+
+    # -- inputs -----------------------------------------------------------------------------------------------------
+
+    def _batch(self, inputs: Sequence[Tensor], inputs_are: str) -> Batch:
+        if inputs_are not in ("global", "local"):
+            raise AutoparError(f"step: inputs_are={inputs_are!r} is not known. Use 'global' or 'local'.")
+        uses = self.local.inputs
+        if len(inputs) != len(uses):
+            names = ", ".join(u.name for u in uses)
+            raise AutoparError(f"step: got {len(inputs)} tensor inputs, the plan takes {len(uses)} ({names}).")
+        for use, tensor in zip(uses, inputs, strict=True):
+            self._check(use, tensor, inputs_are)
+        if self.steps == 0:
+            self._same(inputs, inputs_are)
+        inputs = [tensor.to(self.ranks.device) for tensor in inputs]
+        pieces = [
+            [self._piece(u, t, inputs_are, m) for u, t in zip(uses, inputs, strict=True)] for m in range(len(self.rows))
+        ]
+        return Batch(pieces, self._whole(pieces))
+
+    def _whole(self, pieces: list[list[Tensor]]) -> list[Tensor]:
+        """This rank's rows of all microbatches, as the prologue takes them."""
+        if self.local.prologue is None:
+            return []
+        whole = []
+        for i, use in enumerate(self.local.inputs):
+            dim = None if self.mesh.time is None else use.layout.dim_of(self.mesh.time)
+            whole.append(pieces[0][i] if dim is None else torch.cat([own[i] for own in pieces], dim))
+        return whole
+
+    def _piece(self, use: InputUse, tensor: Tensor, inputs_are: str, microbatch: int) -> Tensor:
+        runs = self._runs(use, microbatch)
+        if inputs_are == "local" and runs:
+            start = sum(_length(self._runs(use, m)[0]) for m in range(microbatch)) if self._by_batch(use) else 0
+            runs = (((start, _length(runs[0])),), *runs[1:])
+        return take(tensor, runs).contiguous()
+
+    def _runs(self, use: InputUse, microbatch: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        return use.layout.runs(use.shape, self.mesh, self.mesh.coordinates(self.ranks.rank, microbatch))
+
+    def _by_batch(self, use: InputUse) -> bool:
+        return bool(use.layout.dims) and bool(use.layout.dims[0].axes)
+
+    def _check(self, use: InputUse, tensor: Tensor, inputs_are: str) -> None:
+        shape, dtype = use.shape, self._dtype(use)
+        if inputs_are == "local" and self._by_batch(use):
+            axes = tuple(a for a in use.layout.dims[0].axes if a != self.mesh.time)
+            if axes != self.data_axes:
+                raise AutoparError(
+                    f"step: ranks need rows of input {use.name!r} that are not theirs. Use inputs_are='global'."
+                )
+            shape = (sum(_length(self._runs(use, m)[0]) for m in range(len(self.rows))), *use.shape[1:])
+        if tuple(tensor.shape) != tuple(shape):
+            raise AutoparError(
+                f"step: input {use.name!r} has shape {tuple(tensor.shape)}, the plan takes {tuple(shape)} "
+                f"as {inputs_are} input. Compile again for another batch size, or see inputs_are."
+            )
+        if tensor.dtype != dtype:
+            raise AutoparError(f"step: input {use.name!r} is {tensor.dtype}, the plan was made for {dtype}. Cast it.")
+
+    def _dtype(self, use: InputUse) -> torch.dtype:
+        graph = next(iter(self.local.body.values())).graph
+        first = len(self.local.parameters) + len(self.local.buffers) + len(self.local.constants)
+        placeholder = next(
+            itertools.islice(graph.find_nodes(op="placeholder"), first + self.local.inputs.index(use), None)
+        )
+        dtype = placeholder.meta["val"].dtype
+        assert isinstance(dtype, torch.dtype)
+        return dtype
+
+    def _same(self, inputs: Sequence[Tensor], inputs_are: str) -> None:
+        """Ranks that must have the same inputs compare their hashes."""
+        own = [_hash(tensor) for tensor in inputs]
+        data_rank = self.data_rank if inputs_are == "local" else 0
+        every = self.ranks.gather_numbers([data_rank, *own])
+        first: dict[int, int] = {}
+        for rank, (group, *hashes) in enumerate(every):
+            other = first.setdefault(group, rank)
+            for use, a, b in zip(self.local.inputs, hashes, every[other][1:], strict=True):
+                if a != b:
+                    raise AutoparError(
+                        f"step: input {use.name!r} differs between ranks {other} and {rank}, which need the same "
+                        f"{'rows' if inputs_are == 'local' else 'batch'}. Seed the data alike, or feed each rank "
+                        "by parallel.data_rank with inputs_are='local'."
+                    )
+
+    # -- outputs ----------------------------------------------------------------------------------------------------
+
+    def _assemble(self, made: list[tuple[Tensor, ...]], indices: Sequence[int]) -> list[Tensor]:
+        return [self._global(self.local.outputs[i], [outs[i] for outs in made]) for i in indices]
+
+    def _global(self, use: OutputUse, pieces: list[Tensor]) -> Tensor:
+        """The global tensor of one output from the pieces that this rank made of it, one a microbatch."""
+        time = self.mesh.time
+        if time is not None and use.layout.kinds[time] == PARTIAL:
+            pieces = [sum(pieces[1:], pieces[0])]
+        elif time is None or use.layout.kinds[time] != SHARD:
+            pieces = pieces[-1:]
+        full = pieces[0].new_empty(use.shape)
+        for m, own in enumerate(pieces):
+            gathered = own.contiguous()
+            for axis in self.mesh.space:
+                if use.layout.kinds[axis] == PARTIAL:
+                    dist.all_reduce(gathered := gathered.clone(), group=self._group(axis))
+            cut = [axis for axis in self.mesh.space if use.layout.kinds[axis] == SHARD]
+            for axis in reversed(cut):
+                gathered = self._stack(gathered, axis)
+            for places in itertools.product(*(range(self.mesh.axes[a].size) for a in cut)):
+                coordinates = list(self.mesh.coordinates(self.ranks.rank, m))
+                for axis, place in zip(cut, places, strict=True):
+                    coordinates[axis] = place
+                _put(full, use.layout.runs(use.shape, self.mesh, tuple(coordinates)), gathered[places])
+        return full
+
+    def _stack(self, tensor: Tensor, axis: int) -> Tensor:
+        """Equal pieces of the ranks of one axis, stacked along a new first dim."""
+        n = self.mesh.axes[axis].size
+        flat = torch.empty((n, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        if tensor.numel():
+            dist.all_gather(list(flat.unbind()), tensor, group=self._group(axis))
+        return flat
+
+    def _group(self, axis: int) -> dist.ProcessGroup:
+        return self.ranks.groups[self.mesh.axes[axis].name]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """This rank's inputs: ``pieces[m][i]`` for microbatch m, ``whole[i]`` with the rows of all microbatches."""
+
+    pieces: list[list[Tensor]]
+    whole: list[Tensor]
+
+
+def _data_axes(inputs: Sequence[InputUse], mesh: Mesh) -> tuple[int, ...]:
+    """The rank axes that cut the batch: the longest cut of dim 0 of an input, outermost first."""
+    cuts = [u.layout.dims[0].axes for u in inputs if u.layout.dims]
+    return max((tuple(a for a in axes if a != mesh.time) for axes in cuts), key=len, default=())
+
+
+def _length(runs: tuple[tuple[int, int], ...]) -> int:
+    return sum(length for _, length in runs)
+
+
+def _put(full: Tensor, runs: tuple[tuple[tuple[int, int], ...], ...], own: Tensor) -> None:
+    """Write ``own`` where ``runs`` of every dim say; the inverse of `take`."""
+    index = []
+    for dim, pieces in enumerate(runs):
+        places = torch.cat([torch.arange(start, start + n, device=full.device) for start, n in pieces])
+        index.append(places.reshape([-1 if d == dim else 1 for d in range(len(runs))]))
+    if index:
+        full[tuple(index)] = own
+    else:
+        full.copy_(own)
+
+
+def _hash(tensor: Tensor) -> int:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return digest(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
+
+
+__all__ = ["Batch", "Held", "Program"]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from autopar.cluster import Cluster
     from autopar.errors import AutoparError
-    from autopar.parallel import Parallel, compile
+    from autopar.compile import Parallel, compile
     from autopar.passes.rules.core import factors
     from autopar.plan import Plan
 
@@ -24,9 +24,9 @@ __all__ = ["AutoparError", "Cluster", "Parallel", "Plan", "compile", "factors"]
 _HOME = {
     "AutoparError": "autopar.errors",
     "Cluster": "autopar.cluster",
-    "Parallel": "autopar.parallel",
+    "Parallel": "autopar.compile",
     "Plan": "autopar.plan",
-    "compile": "autopar.parallel",
+    "compile": "autopar.compile",
     "factors": "autopar.passes.rules.core",
 }
 

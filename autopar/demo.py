@@ -1,0 +1,154 @@
+"""The demo: a small GPT learns Python from the standard library's own sources, on every rank that torchrun starts.
+
+``torchrun --standalone --nproc-per-node 4 -m autopar.demo`` trains with ``dp=2 tp=2``, prints the plan, then trains
+the same model on the same batches again in one process and prints the largest difference of the two loss curves.
+Exits with 1 where that is more than `LIMIT`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from torch import Tensor, nn
+
+import autopar
+from autopar import AutoparError, Cluster
+from autopar.models.gpt2 import GPT2, GPT2Config
+
+CONFIG = GPT2Config(vocabulary=256, positions=128, width=192, layers=6, heads=6)
+BATCH = 16  # rows of the global batch
+STEPS = 60
+RATE = 1e-3  # learning rate of AdamW, reached after WARMUP steps; without them the first steps amplify rounding
+WARMUP = 20
+NORM = 1.0  # gradients are clipped to this norm
+CORPUS = 4 << 20  # bytes of text read
+LIMIT = 1e-5  # relative; one process alone moves its own curve by 1e-6 when the rows of its batches are reversed
+
+
+def corpus() -> Tensor:
+    """The first `CORPUS` bytes of the standard library's modules, in the order of their names; uint8 ``[bytes]``."""
+    text = bytearray()
+    for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        text += path.read_bytes()
+    if len(text) <= CONFIG.positions:
+        raise AutoparError("demo: this Python came without the sources of its standard library. Use a full install.")
+    return torch.frombuffer(text[:CORPUS], dtype=torch.uint8)
+
+
+def batches(text: Tensor, steps: int, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """For every step ids and labels ``[BATCH, positions]`` from random places of ``text``; one seed, one sequence."""
+    generator = torch.Generator().manual_seed(seed)
+    reach = torch.arange(CONFIG.positions + 1)
+    for _ in range(steps):
+        starts = torch.randint(len(text) - CONFIG.positions, (BATCH, 1), generator=generator)
+        rows = text[starts + reach].long()
+        yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def train(title: str, model: nn.Module, step: Callable[[Tensor, Tensor], Tensor], steps: int, seed: int) -> list[float]:
+    """AdamW over all batches, with a progress bar; the losses in nats per byte. ``step`` leaves clipped gradients."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
+    warmup = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: min(1.0, (done + 1) / WARMUP))
+    losses: list[float] = []
+    start = time.perf_counter()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console(), disable=rank() != 0) as progress:
+        task = progress.add_task(title, total=steps)
+        for ids, labels in batches(corpus(), steps, seed):
+            losses.append(step(ids, labels).item())
+            optimizer.step()
+            optimizer.zero_grad()
+            warmup.step()
+            progress.update(task, advance=1, description=f"{title}: loss {losses[-1]:.3f}")
+            if len(losses) % 10 == 0 or len(losses) == 1:
+                speed = len(losses) * BATCH * CONFIG.positions / (time.perf_counter() - start)
+                progress.console.print(f"  step {len(losses):3d}  loss {losses[-1]:.4f}  {speed:6,.0f} bytes/s")
+    return losses
+
+
+def compiled(steps: int, seed: int) -> list[float]:
+    """The losses on all ranks of the launch; rank 0 prints the plan."""
+    ids, labels = next(batches(corpus(), 1, seed))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    parallel = autopar.compile(fresh(seed), Cluster.local(ranks=ranks), args=(ids, labels), pins={"dp": 2, "tp": 2})
+
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        loss = parallel.step(ids, labels)
+        parallel.clip_grad_norm_(NORM)
+        return loss
+
+    losses = train(f"{ranks} ranks", parallel, step, steps, seed)
+    if rank() == 0:
+        console().print(parallel.explain(), highlight=False, markup=False)
+    return losses
+
+
+def alone(steps: int, seed: int) -> list[float]:
+    """The losses of plain PyTorch in one process, with all cores to itself."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    model = fresh(seed)
+
+    def step(ids: Tensor, labels: Tensor) -> Tensor:
+        loss: Tensor = model(ids, labels)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        return loss
+
+    return train("1 process", model, step, steps, seed)
+
+
+def fresh(seed: int) -> GPT2:
+    """The model with its first weights."""
+    torch.manual_seed(seed)
+    return GPT2(CONFIG)
+
+
+def rank() -> int:
+    """This process among those that torchrun started."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def console() -> Console:
+    """Standard output, kept from wrapping where it is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 120)
+
+
+def main() -> int:
+    """Train twice and compare. 0: the curves agree; 1: they do not; 2: launched in a way that cannot work."""
+    parser = argparse.ArgumentParser(prog="autopar.demo", description="Train a small GPT on dp=2 tp=2, and alone.")
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    try:
+        losses = compiled(options.steps, options.seed)
+    except AutoparError as error:
+        print(error, file=sys.stderr)
+        return 2
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if rank() != 0:
+        return 0
+    reference = alone(options.steps, options.seed)
+    worst = max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
+    verdict = "within" if worst <= LIMIT else "MORE THAN"
+    console().print(
+        f"Loss {losses[0]:.4f} -> {losses[-1]:.4f}. Largest relative difference from one process over "
+        f"{options.steps} steps: {worst:.1e} ({verdict} {LIMIT:.0e}).",
+        highlight=False,
+    )
+    return 0 if worst <= LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

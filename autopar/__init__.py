@@ -7,13 +7,15 @@ True
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.cluster import Cluster
-    from autopar.errors import AutoparError
     from autopar.compile import Parallel, compile
+    from autopar.errors import AutoparError
     from autopar.passes.rules.core import factors
     from autopar.plan import Plan
 
@@ -40,3 +42,14 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Importing the module ``autopar.compile`` must not put it in the place of the function."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _HOME and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -83,6 +83,11 @@ def test_import_of_the_package_is_light() -> None:
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_the_module_compile_does_not_hide_the_function() -> None:
+    code = "import autopar, autopar.compile; from autopar.compile import compile; assert autopar.compile is compile"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
 def test_every_public_name_resolves() -> None:
     import autopar
 

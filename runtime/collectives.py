@@ -106,6 +106,11 @@ def _keep(x: Tensor, coordinate: int) -> Tensor:
     return x if coordinate == 0 else torch.zeros_like(x, memory_format=torch.contiguous_format)
 
 
+def _sized(x: Tensor, dim: int, size: int) -> Tensor:
+    assert x.shape[dim] == size, f"dim {dim} of {tuple(x.shape)} is not {size} long"
+    return x
+
+
 def _same(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
@@ -128,10 +133,7 @@ wait_all_reduce = differentiable(
 
 def _start_all_gather(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], dual: str) -> Tensor:
     held = pieces(parts, n)
-    assert x.shape[dim] == total(held[c]), (
-        f"all-gather of {tuple(x.shape)}, dim {dim} is not piece {c} of {n} of {parts}"
-    )
-    return _flying(_gather(widen(x, dim, total(held[0])), group, n), group)
+    return _flying(_gather(widen(_sized(x, dim, total(held[c])), dim, total(held[0])), group, n), group)
 
 
 def _start_all_gather_fake(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], dual: str) -> Tensor:
@@ -163,9 +165,8 @@ wait_all_gather = differentiable(
 
 
 def _start_reduce_scatter(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int]) -> Tensor:
-    assert x.shape[dim] == sum(parts), f"reduce-scatter of {tuple(x.shape)}, dim {dim} is not {parts}"
     held = pieces(parts, n)
-    return _flying(_scatter(split(x, dim, held, total(held[0])), group, n), group)
+    return _flying(_scatter(split(_sized(x, dim, sum(parts)), dim, held, total(held[0])), group, n), group)
 
 
 start_reduce_scatter = differentiable(
@@ -198,12 +199,9 @@ def _stack_messages(x: Tensor, n: int, c: int, dim: int, parts: list[int], to_di
 def _start_all_to_all(
     x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
 ) -> Tensor:
-    assert x.shape[dim] == total(pieces(parts, n)[c]), (
-        f"all-to-all of {tuple(x.shape)}, dim {dim} is not piece {c} of {parts}"
-    )
-    assert dim == to_dim or x.shape[to_dim] == sum(to_parts), (
-        f"all-to-all of {tuple(x.shape)}, dim {to_dim} is not {to_parts}"
-    )
+    _sized(x, dim, total(pieces(parts, n)[c]))
+    if dim != to_dim:
+        _sized(x, to_dim, sum(to_parts))
     return _flying(_swap(_stack_messages(x, n, c, dim, parts, to_dim, to_parts), group, n), group)
 
 
@@ -287,13 +285,15 @@ def _shard_adjoint(
 
 shard = differentiable(
     "shard(Tensor x, str group, int n, int c, int dim, int[] parts, str dual) -> Tensor",
-    lambda x, group, n, c, dim, parts, dual: take(x, dim, pieces(parts, n)[c]),
+    lambda x, group, n, c, dim, parts, dual: take(_sized(x, dim, sum(parts)), dim, pieces(parts, n)[c]),
     lambda x, group, n, c, dim, parts, dual: x.new_empty(with_size(x, dim, total(pieces(parts, n)[c]))),
     _shard_adjoint,
 )
 pad = differentiable(
     "pad(Tensor x, str group, int n, int c, int dim, int[] parts) -> Tensor",
-    lambda x, group, n, c, dim, parts: put(x, dim, pieces(parts, n)[c], sum(parts)),
+    lambda x, group, n, c, dim, parts: put(
+        _sized(x, dim, total(pieces(parts, n)[c])), dim, pieces(parts, n)[c], sum(parts)
+    ),
     lambda x, group, n, c, dim, parts: x.new_empty(with_size(x, dim, sum(parts))),
     lambda grad, shape, group, n, c, dim, parts: take(grad, dim, pieces(parts, n)[c]),
 )

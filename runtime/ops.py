@@ -110,7 +110,7 @@ def _vocabulary_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     out = (logits.to(lse.dtype) - lse[..., None]).exp_()
     inside, index = _own(logits, target, start)
     if logits.shape[-1]:
-        out.scatter_add_(-1, index[..., None], torch.where(inside, smoothing - 1.0, 0.0).to(out.dtype)[..., None])
+        out.scatter_add_(-1, index[..., None], inside.to(out.dtype)[..., None] * (smoothing - 1))
     if smoothing:
         out -= smoothing / vocab
     out *= torch.where(target != ignore_index, grad.to(out.dtype), 0)[..., None]

@@ -102,9 +102,8 @@ def _check_pair(name: str, step: tuple[fx.Node, ...]) -> None:
         if isinstance(start, fx.Node) and _own_name(start.target) == name.replace("wait_", "start_"):
             wanted = _bind(start.target, start.args, start.kwargs)
             found = _bind(node.target, node.args, node.kwargs)
-            assert all(wanted[k] == v for k, v in found.items() if k != "raw"), (
-                f"{node.format_node()} waits for {wanted}"
-            )
+            wrong = [k for k, v in found.items() if k != "raw" and wanted[k] != v]
+            assert not wrong, f"{node.format_node()} differs from its start in {wrong}: {wanted}"
 
 
 def _over_groups(name: str, calls: list[dict[str, Any]], groups: Groups) -> list[Any]:

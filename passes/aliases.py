@@ -1,4 +1,4 @@
-"""Which tensors of a graph share memory, and which node holds the present value of each, while mutations are removed."""
+"""Which tensors of a graph share memory, and which node holds the present value of each, while mutations go."""
 
 from __future__ import annotations
 
@@ -137,16 +137,17 @@ _SAME_ORDER = {
     aten.to.dtype_layout, aten.reshape_as.default, aten.lift_fresh.default, aten.lift.default,
 }  # fmt: skip
 _OWN_INVERSE = {
-    aten.transpose.int, aten.swapaxes.default, aten.swapdims.default, aten.t.default, aten.numpy_T.default, aten.mT.default,
+    aten.transpose.int, aten.swapaxes.default, aten.swapdims.default, aten.t.default, aten.numpy_T.default,
+    aten.mT.default,
 }  # fmt: skip
 
 
 def scatter(graph: fx.Graph, piece: fx.Node, view: fx.Node, whole: fx.Node, new: fx.Node) -> fx.Node:
     """``whole`` with what ``view`` (for a split: its ``piece``) shows of it replaced by ``new``.
 
-    A slice or select is replaced by concatenating what lies before it, the new values and what lies after: ``cat`` divides
-    like any other op. Raises NotImplementedError with the op's name for views that have no such form (expand, as_strided,
-    a slice with a step ...).
+    A slice or select is replaced by concatenating what lies before it, the new values and what lies after: ``cat``
+    divides like any other op. Raises NotImplementedError with the op's name for views that have no such form (expand,
+    as_strided, a slice with a step ...).
     """
     shape, dims = list(whole.meta["val"].shape), whole.meta["val"].ndim
     rest: tuple[Any, ...] = view.args[1:]

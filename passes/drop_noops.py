@@ -1,4 +1,4 @@
-"""PREPARE: every node computes something; casts have one form; nothing random is left."""
+"""PREPARE: every node computes something, and casts have one form."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autopar.errors import AutoparError
-from autopar.passes.facts import _source, call, is_tensor
+from autopar.passes.facts import call, is_tensor
 
 aten = torch.ops.aten
 
 ASSERTIONS = {
-    aten._assert_tensor_metadata.default, aten._assert_async.default, aten._assert_async.msg, aten._assert_scalar.default,
-    aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default,
+    aten._assert_tensor_metadata.default, aten._assert_async.default, aten._assert_async.msg,
+    aten._assert_scalar.default, aten.sym_constrain_range.default, aten.sym_constrain_range_for_size.default,
 }  # fmt: skip
 IDENTITIES = {
     aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default, aten.lift.default,
@@ -34,14 +33,12 @@ READ_STRIDES = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.d
 
 
 def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
-    """Take out assertions, copies, casts that change no dtype, dropout that drops nothing, ``x * 1``, ``x / 1``, ``x + 0``
-    of integers, slices of everything, detaching of constants, and nodes that nobody reads. What casts remain are ``aten.to.dtype``.
+    """Take out assertions, copies, casts that change no dtype, dropout that drops nothing, ``x * 1``, ``x / 1``,
+    ``x + 0`` of integers, slices of everything, detaching of constants, and nodes that nobody reads. What casts remain
+    are ``aten.to.dtype``.
 
     A copy stays where an op reads the strides of memory (``as_strided``, ``view_as_complex``). In a functional graph
     nothing else can tell a tensor from its copy.
-
-    Raises:
-        AutoparError: an op draws random numbers.
 
     Example:
         ``b = contiguous(a); c = to.dtype(b, float32); d = dropout(c, 0.0, True); return d`` -> ``return a``
@@ -53,12 +50,6 @@ def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
         elif node.op == "call_function":
             _drop(graph, node)
     drop_dead(graph)
-    for node in graph.nodes:
-        if is_random(node):
-            where = _source(node) or node.name
-            raise AutoparError(
-                f"{where}: {node.target} draws random numbers (not plan-independent yet). Set dropout to 0."
-            )
     graph.lint()
     gm.recompile()
     return gm
@@ -122,17 +113,6 @@ def _same(node: fx.Node) -> bool:
 
 def _is(arg: Any, number: int) -> bool:
     return isinstance(arg, (int, float)) and not isinstance(arg, bool) and arg == number
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the op draws random numbers: ``dropout`` with p > 0 in training does, attention without dropout does not."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    given = dict(zip((a.name for a in target._schema.arguments), node.args)) | dict(node.kwargs)
-    given = {a.name: given.get(a.name, a.default_value) for a in target._schema.arguments}
-    off = any(given.get(name) == 0 for name in ("p", "dropout", "dropout_p"))
-    return not off and given.get("train") is not False and given.get("training") is not False
 
 
 def drop_dead(graph: fx.Graph) -> None:

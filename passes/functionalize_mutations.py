@@ -125,9 +125,9 @@ class _Rewriter:
             if name not in dict(self.gm.named_buffers(remove_duplicate=False)):
                 kind = "parameter" if name in dict(self.gm.named_parameters(remove_duplicate=False)) else "constant"
                 raise _refusal(node, f"writes into the {kind} {name!r} during forward", "Make it a buffer")
-        if any(a.made_by is not None and a.made_by.target is aten.detach.default for a in alias.chain()):
-            if _trained(self.gm, base):
-                raise _refusal(node, "writes through detach()", "Detach after the write")
+        detached = any(a.made_by is not None and a.made_by.target is aten.detach.default for a in alias.chain())
+        if detached and _trained(self.gm, base):
+            raise _refusal(node, "writes through detach()", "Detach after the write")
 
     # -- the mutating ops ------------------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ def means_to_sums(gm: fx.GraphModule) -> fx.GraphModule:
     """Means, variances, average pools to one point and elementwise losses become sums divided by a literal count: the
     graph has the global batch, so the count is that of the whole batch on every rank and in every microbatch.
 
-    Losses are taken apart into their elementwise form (``reduction=0``; squares and absolute values for ``mse_loss`` and
-    ``l1_loss``) and a sum. Half precision is summed and divided in float32, as torch's own means are.
+    Losses are taken apart into their elementwise form (``reduction=0``; squares and absolute values for ``mse_loss``
+    and ``l1_loss``) and a sum. Half precision is summed and divided in float32, as torch's own means are.
 
     Example:
         ``mean.dim(x, [1], True)`` of x [4, 8] -> ``div(sum.dim_IntList(x, [1], True), 8)``

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from autopar.passes import PREPARE
 from autopar.passes.cross_entropy_keeps_dims import is_flat_loss
-from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop, is_random
+from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop
 from autopar.passes.facts import KEY, Fact
 from autopar.passes.functionalize_mutations import is_mutating, is_training_batch_norm
 from autopar.passes.means_to_sums import is_mean
@@ -39,7 +39,7 @@ def check(gm: fx.GraphModule, after: str) -> None:
 
 
 def _captured(gm: fx.GraphModule) -> Iterator[str]:
-    """Only tensors in, tensors out, OpOverloads and getitem between, all with meta values that are what the op gives."""
+    """Tensors in, tensors out, OpOverloads and getitem between, all with meta values that are what the op gives."""
     for node in gm.graph.nodes:
         if node.op == "output":
             yield from _output(gm, node)
@@ -47,8 +47,21 @@ def _captured(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} is a {node.op}"
         elif node.op == "call_function" and not _is_op(node.target):
             yield f"{node.name} calls {node.target}"
+        elif node.op == "call_function" and is_random(node):
+            yield f"{node.name} ({node.target}) draws random numbers"
         elif node.op != "call_function" or node.target not in ASSERTIONS:
             yield from _values(node)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether the op draws random numbers: dropout with p > 0 in training does, attention without dropout does not."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    given = dict(zip((a.name for a in target._schema.arguments), node.args)) | dict(node.kwargs)
+    given = {a.name: given.get(a.name, a.default_value) for a in target._schema.arguments}
+    off = any(given.get(name) == 0 for name in ("p", "dropout", "dropout_p"))
+    return not off and given.get("train") is not False and given.get("training") is not False
 
 
 def _is_op(target: Any) -> bool:
@@ -111,6 +124,8 @@ def _views(node: fx.Node) -> bool:
     old |= (SPLITS - {aten.split_with_sizes.default}) | {aten.narrow.default, aten.broadcast_tensors.default}
     if node.target in old or counted_from_end(node):
         return True
+    if node.target is aten.slice.Tensor:
+        return len(node.args) < 4 or node.args[3] > node.args[0].meta["val"].shape[node.args[1]]  # type: ignore[union-attr]
     if node.target in (aten.reshape.default, aten.expand.default):
         return list(node.args[1]) != list(node.meta["val"].shape)  # type: ignore[arg-type]
     return False
@@ -124,8 +139,6 @@ def _does_nothing(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} ({node.target}) does nothing"
         elif node.target in CASTS and (node.target is not aten.to.dtype or len(node.args) != 2):
             yield f"{node.name} ({node.target}) is a cast in another form"
-        elif node.op == "call_function" and is_random(node):
-            yield f"{node.name} ({node.target}) draws random numbers"
 
 
 def _prologue(gm: fx.GraphModule) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A graph as text: one node a line, shapes and dtypes first. What golden files hold and what a debugger wants to see."""
+"""A graph as text: one node a line, shapes and dtypes first. What golden files hold and what one debugs with."""
 
 from __future__ import annotations
 

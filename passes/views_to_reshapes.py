@@ -25,15 +25,17 @@ TRANSPOSES = {
 }  # fmt: skip
 SPLITS = {
     aten.chunk.default, aten.split.Tensor, aten.split.sizes, aten.unsafe_split.Tensor, aten.unsafe_chunk.default,
-    aten.unsafe_split_with_sizes.default, aten.tensor_split.sections, aten.tensor_split.indices, aten.split_with_sizes.default,
+    aten.unsafe_split_with_sizes.default, aten.tensor_split.sections, aten.tensor_split.indices,
+    aten.split_with_sizes.default,
 }  # fmt: skip
 DIMS = ("dim", "dims", "dim0", "dim1", "axis")
 NEW_DIM = {aten.unsqueeze.default, aten.stack.default}  # their dim counts the one they add
 
 
 def views_to_reshapes(gm: fx.GraphModule) -> fx.GraphModule:
-    """Write each family of views as one op with literal sizes: ``reshape``, ``expand``, ``permute``, ``split_with_sizes``,
-    ``slice`` (its end inside the dim). Every argument that names a dim counts from 0. Views that change nothing go.
+    """Write each family of views as one op with literal sizes: ``reshape``, ``expand``, ``permute``,
+    ``split_with_sizes``, ``slice`` (its end inside the dim). Every argument that names a dim counts from 0. Views that
+    change nothing go.
 
     Afterwards no size is -1, so that a size can be made local from the layout of its dim alone.
 

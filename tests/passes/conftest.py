@@ -103,6 +103,7 @@ def assert_golden(name: str, before: str, after: fx.GraphModule) -> None:
 class Tools:
     """What the tests call, as one fixture: with pytest's importlib mode test files cannot import each other."""
 
+    copy = staticmethod(copy.deepcopy)
     export = staticmethod(export)
     as_float64 = staticmethod(as_float64)
     numbers = staticmethod(numbers)

@@ -43,7 +43,7 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "rows": lambda h, t: F.cross_entropy(h[:, 0], t[:, 0]),
     "other_target": lambda h, t: F.cross_entropy(h.reshape(-1, 10), t.t().reshape(-1)),
     "nll": lambda h, t: F.nll_loss(h.view(-1, 10).log_softmax(-1), t.view(-1)),
-    "probabilities": lambda h, t: F.cross_entropy(h.transpose(1, 2), h.detach().exp().transpose(1, 2), label_smoothing=0.1),
+    "probabilities": lambda h, t: F.cross_entropy(h.transpose(1, 2), h.detach().exp().mT, label_smoothing=0.1),
     "none": lambda h, t: F.cross_entropy(h.view(-1, 10), t.view(-1), reduction="none").sum(),
     "nothing_valid": lambda h, t: F.cross_entropy(h.view(-1, 10), (t * 0 - 100).view(-1)),
 }  # fmt: skip

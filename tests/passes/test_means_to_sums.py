@@ -31,14 +31,15 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean_dim": lambda h, y: (h.mean(-1, keepdim=True) * h.mean((0, 2)).sum()).square().sum(),
     "mean_of_all_dims": lambda h, y: h.mean(dim=(), keepdim=True).sum() + y.long().mean(dtype=torch.float32),
     "mean_half": lambda h, y: h.bfloat16().mean(0).float().sum() + (h.half() * 1e3).mean().float(),
-    "var": lambda h, y: h.var().log() + h.var(1, unbiased=False).sum() + h.var((0, 1), correction=3, keepdim=True).sum(),
-    "var_mean": lambda h, y: sum(t.square().sum() for t in torch.var_mean(h, -1)) + torch.var_mean(h, 1, keepdim=True)[1].sum(),
+    "var": lambda h, y: h.var().log() + h.var(1, unbiased=False).sum() + h.var((0, 1), correction=3).sum(),
+    "var_mean": lambda h, y: sum(t.square().sum() for t in torch.var_mean(h, -1)) + torch.var_mean(h, 1)[1].sum(),
     "pool": lambda h, y: F.adaptive_avg_pool2d(h, 1).square().sum() + F.adaptive_avg_pool2d(h, 2).sum(),
-    "mse": lambda h, y: F.mse_loss(h, y) + 2 * F.mse_loss(h, y, reduction="sum") + F.mse_loss(h, y, reduction="none").mean(),
-    "l1": lambda h, y: F.l1_loss(h, y) + F.smooth_l1_loss(h, y, beta=0.5) + F.huber_loss(h, y, delta=0.3, reduction="sum"),
+    "mse": lambda h, y: F.mse_loss(h, y) + 2 * F.mse_loss(h, y, reduction="sum") + (h - y).square().mean(),
+    "l1": lambda h, y: F.l1_loss(h, y) + F.smooth_l1_loss(h, y, beta=0.5) + F.huber_loss(h, y, reduction="sum"),
     "bce": lambda h, y: F.binary_cross_entropy_with_logits(h, y.sigmoid(), y.exp(), pos_weight=y[0].exp()),
     "bce_of_probabilities": lambda h, y: F.binary_cross_entropy(h.sigmoid(), y.sigmoid()),
-    "kl": lambda h, y: F.kl_div(h.log_softmax(-1), y.softmax(-1), reduction="batchmean") + F.soft_margin_loss(h, y.sign()),
+    "kl": lambda h, y: F.kl_div(h.log_softmax(-1), y.softmax(-1), reduction="batchmean"),
+    "margin": lambda h, y: F.soft_margin_loss(h, y.sign()),
 }  # fmt: skip
 
 

@@ -83,7 +83,11 @@ class RankPool:
         for _, connection in self._ranks:
             with contextlib.suppress(OSError):  # a dead rank is named below
                 connection.send_bytes(payload)
-        return self._collect(getattr(fn, "__qualname__", repr(fn)), self.timeout)
+        try:
+            return self._collect(getattr(fn, "__qualname__", repr(fn)), self.timeout)
+        except KeyboardInterrupt:
+            self._kill()  # else the next run would read the answers to this one
+            raise
 
     def close(self) -> None:
         """End the ranks. May be called twice."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -207,6 +210,23 @@ def test_ops_stay_one_node() -> None:
 def test_an_error_names_the_group() -> None:
     with pytest.raises(RuntimeError, match=r"all_reduce over group 'nowhere' \(not known in this process\)"):
         c.start_all_reduce(torch.ones(2), "nowhere", "none")
+
+
+def wait_in_vain(rank: int) -> str:
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    if rank == 1:
+        time.sleep(2)
+        return ""
+    raw = c.start_all_gather(torch.ones(2), group.group_name, 2, 0, 0, [4], "slice")
+    with pytest.raises(RuntimeError) as caught:
+        c.wait_all_gather(raw, 2, 0, 0, [4])
+    return str(caught.value)
+
+
+def test_an_error_while_waiting_names_the_group() -> None:
+    with RankPool(2) as pool:
+        text, _ = pool.run(wait_in_vain)
+    assert re.match(r"waiting for group '\w+' of ranks \[0, 1\]: .*[Tt]imed out", text, re.DOTALL)
 
 
 def gather_any(rank: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

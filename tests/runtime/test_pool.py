@@ -66,6 +66,10 @@ def local_result(rank: int) -> object:
     return lambda: rank
 
 
+def nothing(rank: int) -> None:
+    return None
+
+
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
@@ -77,6 +81,19 @@ def alive(pid: int) -> bool:
 def test_results_come_by_rank(pool: RankPool) -> None:
     assert [t.item() for t in pool.run(all_sum, 2.0)] == [12.0] * 3
     assert pool.run(math.pow, 2.0) == [0.0, 1.0, 4.0]
+    assert pool.run(nothing) == [None, None, None]
+
+
+def test_an_interrupted_run_leaves_no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with RankPool(2) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "_receive", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                pool.run(math.pow, 2.0)
+        assert pool.run(nothing) == [None, None]
 
 
 def test_ranks_are_kept_and_have_one_thread(pool: RankPool) -> None:

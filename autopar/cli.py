@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -254,7 +255,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _explain(options: argparse.Namespace) -> tuple[str, int]:
-    from autopar.explain import explain, render
+    from autopar.explain import explain
     from autopar.plan import Plan
 
     if options.model.endswith(".json"):
@@ -269,12 +270,7 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
     code = NO if page.fits is False else DONE
     if options.json:
         return json.dumps(page.to_json()), code
-    from rich.console import Console
-
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
-    with console.capture() as capture:
-        render(page, console)
-    return capture.get().rstrip("\n"), code
+    return page.text(shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160), code
 
 
 def _make_plan(options: argparse.Namespace) -> Plan:

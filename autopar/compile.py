@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from autopar.build import Prepared, apply, choose, plan_mesh, prepare
 from autopar.capture import Capture, capture
 from autopar.cluster import Cluster
+from autopar.count_collectives import counted
 from autopar.errors import AutoparError
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins, ResolvedPins, resolve
@@ -82,7 +83,7 @@ class Parallel(nn.Module):
         given = self._given if mode else None
         prepared = prepare(captured, given.microbatches if given is not None else pins.microbatches)
         took["prepare"] = time.perf_counter() - started - sum(took.values())
-        plan = given if given is not None else choose(prepared, pins, self._cluster)
+        plan = given if given is not None else counted(choose(prepared, pins, self._cluster), prepared)
         took["plan"] = time.perf_counter() - started - sum(took.values())
         self._captured[mode], self._plans[mode] = captured, replace(plan, timings=took)
         if size == plan.ranks:

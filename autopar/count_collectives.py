@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
-from autopar.passes.lower import Local
-from autopar.plan import Collective
+from autopar.build import Prepared, apply
+from autopar.passes.lower import Local, lower, with_changes
+from autopar.plan import Collective, Plan
 
 FORWARD, BACKWARD, PROLOGUE, GATHERED, REDUCED = "forward", "backward", "prologue", "parameters", "gradients"
 
@@ -76,6 +77,13 @@ def count_collectives(local: Local, axis_of: Mapping[str, str]) -> tuple[Collect
     return tuple(
         Collective(k, axis, found[axis, k, p], size[axis, k, p], p) for axis, k, p in sorted(found) if found[axis, k, p]
     )
+
+
+def counted(plan: Plan, prepared: Prepared) -> Plan:
+    """The plan with the collectives of its first rank's program filled in; needs no process group."""
+    axes = {axis.name: axis.name for axis in plan.axes}
+    local = lower(with_changes(apply(plan, prepared)), 0, axes)
+    return replace(plan, predicted=replace(plan.predicted, collectives=count_collectives(local, axes)))
 
 
 def _microbatches(local: Local) -> Counter[int]:

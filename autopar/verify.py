@@ -1,0 +1,324 @@
+"""`verify`: run plans on local ranks and compare them with one process, by the definition of `autopar.equality`.
+
+The model is captured once here and once in every rank, however many plans follow. Every plan is run twice for three
+steps: in float64 with AdamW against the captured graph run op by op, and as it is with SGD against plain eager. The
+weights and inputs are this process's, so a factory need not be seeded.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.build import Prepared, apply, choose, plan_mesh, prepare
+from autopar.capture import Capture, capture, double, run_graph, to_float64
+from autopar.cluster import Cluster
+from autopar.equality import FP32, FP64, Difference, Doubt, Run, distances, farthest_by_kind, judge
+from autopar.errors import AutoparError
+from autopar.evaluate import WIDER
+from autopar.export_model import Call
+from autopar.loading import LoadedModel, ModelSpec
+from autopar.passes.lower import lower, with_changes
+from autopar.pins import Pins, resolve
+from autopar.plan import Plan, Share, loads
+from autopar.runtime.mesh import connect
+from autopar.runtime.parameters import place
+from autopar.runtime.pool import RankPool
+from autopar.runtime.program import Program
+
+STEPS = 3
+LR = {"adamw": 1e-3, "sgd": 1e-2}
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "adamw": lambda params: torch.optim.AdamW(params, lr=LR["adamw"]),
+    "sgd": lambda params: torch.optim.SGD(params, lr=LR["sgd"], momentum=0.9),
+}
+PRECISIONS = {"fp64": "adamw", "fp32": "sgd"}  # in fp32 Adam divides rounding errors by their own size
+WORST = 16  # differences in a result
+TIMEOUT = 300.0  # seconds for one plan, capture in the ranks included
+GROUP_TIMEOUT = 240.0  # seconds that a rank waits for another
+
+Model = ModelSpec | Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """One plan against one process. ``worst``: the farthest tensors, farthest first, in the better of the two
+    precisions that fails, else in float64; ``divided``: what each axis takes off the busiest rank, 0 to 1;
+    ``limits``: which limit applied to what; ``seconds``: wall time of this plan."""
+
+    ok: bool
+    ranks: int
+    plan: str
+    worst: tuple[Difference, ...]
+    divided: Mapping[str, Share]
+    seconds: float
+    limits: tuple[str, ...]
+
+
+def verify(model: Model, ranks: int, pins: Any = None, *, batch: int | None = None) -> VerifyResult:
+    """Compare one plan with one process; see `verify_many`. Raises AutoparError where the plan or model is refused.
+
+    Example: ``verify(ModelSpec.parse("autopar.models.mlp:make"), 2, {"tp": 2}).ok``
+    """
+    (result,) = verify_many(model, ranks, [Pins.parse(pins)], batch=batch)
+    if isinstance(result, AutoparError):
+        raise result
+    return result
+
+
+def verify_many(
+    model: Model, ranks: int, plans: Sequence[Pins], *, batch: int | None = None
+) -> list[VerifyResult | AutoparError]:
+    """Compare plans of one model with one process, in one launch of ``ranks`` local processes.
+
+    ``model``: a `ModelSpec`, or a factory that other processes can import; ``batch``: rows of the global batch. A plan
+    that is refused gives its AutoparError in place of a result; a model that is refused raises it.
+    """
+    started = time.perf_counter()
+    subject = Subject.of(model, batch)
+    results: list[VerifyResult | AutoparError] = []
+    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder, RankPool(ranks, timeout=TIMEOUT) as pool:
+        values = str(Path(folder) / "values.pt")
+        torch.save((subject.captured.attributes, subject.inputs), values)
+        for pins in plans:
+            try:
+                plan = _plan(subject, pins, ranks)
+                every = pool.run(run_plan, values, model, batch, plan.dumps())
+                results.append(_compare(subject, plan, every, started))
+            except AutoparError as error:
+                results.append(error)
+            started = time.perf_counter()
+    return results
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A captured model with its values, and its runs in one process, each made when first asked for."""
+
+    loaded: LoadedModel
+    captured: Capture
+    inputs: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(model: Model, batch: int | None, *, check: bool = True) -> Subject:
+        """Build and capture the model, in train mode; ``check``: against eager."""
+        torch.manual_seed(0)
+        random.seed(0)
+        if isinstance(model, ModelSpec):
+            loaded = model.load()
+        else:
+            module, args, kwargs = model()
+            loaded = LoadedModel(module, args, kwargs, None)
+        loaded.model.train()
+        captured = capture(loaded.model, loaded.args, loaded.kwargs, global_batch=batch, loss=loaded.loss, check=check)
+        return Subject(loaded, captured, _rows(captured))
+
+    def with_values(self, attributes: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Subject:
+        """The same with another process's values."""
+        with torch.no_grad():
+            for name, tensor in self.captured.attributes.items():
+                tensor.copy_(attributes[name])
+        return replace(self, inputs=inputs)
+
+    @cached_property
+    def graph64(self) -> fx.GraphModule:
+        """The captured graph in float64."""
+        return to_float64(self.captured.graph)
+
+    @cached_property
+    def judge(self) -> Run:
+        """One process in float64."""
+        return self._run64(self.inputs, "adamw")
+
+    @cached_property
+    def permuted(self) -> Run:
+        """The same with the rows of the batch in another order."""
+        order = torch.randperm(self.captured.batch, generator=torch.Generator().manual_seed(1))
+        pairs = zip(self.captured.inputs, self.inputs, strict=True)
+        return self._run64(tuple(t[order] if spec.batch else t for spec, t in pairs), "adamw")
+
+    @cached_property
+    def truth(self) -> Run:
+        """One process in float64 with the optimizer of `eager`."""
+        return self._run64(self.inputs, "sgd")
+
+    @cached_property
+    def eager(self) -> Run:
+        """The model itself, as it is."""
+        model = copy.deepcopy(self.loaded.model)
+        call = Call(model, self.captured.signature, self.loaded.loss, True)
+        loss = lambda: call(self.inputs)[0][0]
+        buffers = lambda: dict(model.named_buffers())
+        return three_steps(_backward(loss), dict(model.named_parameters()), buffers, "sgd", names_of(model))
+
+    def _run64(self, inputs: Sequence[Tensor], update: str) -> Run:
+        held = double(self.captured.attributes)
+        wide = [t.to(WIDER.get(t.dtype, t.dtype)) for t in inputs]
+        buffers = {n: t for n, t in held.items() if n in self.captured.buffers}
+        params = {n: t for n, t in held.items() if n in self.captured.parameters}
+        loss = lambda: run_graph(self.graph64, wide, held)["outputs"][0]
+        return three_steps(_backward(loss), params, lambda: buffers, update, names_of(self.loaded.model))
+
+    @cached_property
+    def _prepared(self) -> dict[tuple[bool, str], Prepared]:
+        return {}
+
+    def prepared(self, microbatches: int, precision: str) -> Prepared:
+        """The graph after PREPARE in one precision; made once."""
+        key = (microbatches > 1, precision)
+        if key not in self._prepared:
+            self._prepared[key] = prepare(self.captured, microbatches, self.graph64 if precision == "fp64" else None)
+        return self._prepared[key]
+
+
+def three_steps(
+    loss: Callable[[], Tensor],
+    params: Mapping[str, Tensor],
+    buffers: Callable[[], Mapping[str, Tensor]],
+    update: str,
+    names: tuple[str, ...],
+    whole: Callable[[Tensor], Tensor] = Tensor.clone,
+) -> Run:
+    """Three steps on the same batch. ``loss``: one forward and backward; ``whole``: the global tensor of a parameter or
+    gradient, in memory of its own."""
+    optimizer = OPTIMIZERS[update](list(params.values()))
+    first: Run | None = None
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        value = loss()
+        if first is None:
+            grads = {n: None if p.grad is None else whole(p.grad) for n, p in params.items()}
+            kept = {n: b.detach().clone() for n, b in buffers().items()}
+            first = Run(value.detach(), grads, kept, {}, names)
+        optimizer.step()
+    assert first is not None
+    return replace(first, params={n: whole(p.detach()) for n, p in params.items()})
+
+
+# In the ranks
+
+_subjects: dict[str, Subject] = {}
+
+
+def run_plan(rank: int, values: str, model: Model, batch: int | None, text: str) -> tuple[dict[str, Run], list[Tensor]]:
+    """What a rank does for one plan: both runs, which only rank 0 returns, and the losses. ``values``: a file with the
+    parent's weights and inputs, which also names the model among those captured here."""
+    if values not in _subjects:
+        _subjects.clear()
+        subject = Subject.of(model, batch, check=False)
+        _subjects[values] = subject.with_values(*torch.load(values, weights_only=False))
+    subject, plan = _subjects[values], loads(text)
+    runs = {precision: _run(subject, plan, precision) for precision in PRECISIONS}
+    return runs if rank == 0 else {}, [run.loss for run in runs.values()]
+
+
+def _run(subject: Subject, plan: Plan, precision: str) -> Run:
+    ranks = connect(plan_mesh(plan), timedelta(seconds=GROUP_TIMEOUT))
+    lowerable = with_changes(apply(plan, subject.prepared(plan.microbatches, precision)))
+    local = lower(lowerable, ranks.rank, ranks.group_names)
+    model, inputs, constants = copy.deepcopy(subject.loaded.model), subject.inputs, subject.captured.constants
+    if precision == "fp64":
+        model._apply(_wide)  # type: ignore[no-untyped-call]
+        inputs, constants = tuple(map(_wide, inputs)), {n: _wide(t) for n, t in constants.items()}
+    tensors = place(model, local.parameters, ranks)
+    program = Program(local, tensors, ranks, constants)
+    return three_steps(
+        lambda: program.step(inputs)[0],
+        dict(tensors.named_parameters()),
+        lambda: dict(tensors.named_buffers()),
+        PRECISIONS[precision],
+        names_of(tensors),
+        lambda t: t.full_tensor().clone(),  # type: ignore[attr-defined]
+    )
+
+
+# Here
+
+
+def names_of(model: nn.Module) -> tuple[str, ...]:
+    """Every name by which a parameter, a buffer or an entry of the state dict is known, ties included, in order."""
+    parameters = (n for n, _ in model.named_parameters(remove_duplicate=False))
+    buffers = (n for n, _ in model.named_buffers(remove_duplicate=False))
+    return (*parameters, *buffers, *model.state_dict())
+
+
+def _rows(captured: Capture) -> tuple[Tensor, ...]:
+    """The global batch. Rows beyond the example's are its rows rolled along their last dim, so that ranks differ."""
+    had = captured.signature.rows
+    tensors = [t.detach().clone() for t in captured.signature.example(captured.batch)]
+    for spec, tensor in zip(captured.inputs, tensors, strict=True):
+        for start in range(had, captured.batch if spec.batch and tensor.ndim > 1 else 0, had):
+            rows = tensor[start : start + had]
+            rows.copy_(rows.roll(start // had, -1))
+    return tuple(tensors)
+
+
+def _backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    def step() -> Tensor:
+        value = loss()
+        value.backward()  # type: ignore[no-untyped-call]
+        return value
+
+    return step
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
+
+
+def _compare(
+    subject: Subject, plan: Plan, every: list[tuple[dict[str, Run], list[Tensor]]], started: float
+) -> VerifyResult:
+    runs = every[0][0]
+    wide, narrow = (
+        distances(runs["fp64"], subject.judge, lr=LR["adamw"]),
+        distances(runs["fp32"], subject.eager, lr=LR["sgd"]),
+    )
+    for rank, (_, losses) in enumerate(every):
+        for found, own, first in zip((wide, narrow), losses, every[0][1], strict=True):
+            if not torch.equal(own.nan_to_num(), first.nan_to_num()):
+                found.insert(0, Difference(f"loss (rank {rank} has another than rank 0)", "loss", math.inf, math.inf))
+    ok64, said64 = judge(wide, FP64, lambda: Doubt(_moved(subject)))
+    ok32, said32 = judge(narrow, FP32, lambda: _eagers_own(subject, runs["fp32"]))
+    return VerifyResult(
+        ok=ok64 and ok32,
+        ranks=plan.ranks,
+        plan=plan.one_line(),
+        worst=tuple(map(_finite, (narrow if ok64 and not ok32 else wide)[:WORST])),
+        divided={},
+        seconds=time.perf_counter() - started,
+        limits=(*said64, *said32),
+    )
+
+
+def _moved(subject: Subject) -> Mapping[str, float]:
+    return farthest_by_kind(distances(subject.permuted, subject.judge, lr=LR["adamw"]))
+
+
+def _eagers_own(subject: Subject, run: Run) -> Doubt:
+    lr = LR["sgd"]
+    own = farthest_by_kind(distances(subject.eager, subject.truth, lr=lr))
+    return Doubt(own, distances(run, subject.truth, lr=lr))
+
+
+def _plan(subject: Subject, pins: Pins, ranks: int) -> Plan:
+    resolved = resolve(pins, ranks, subject.captured.batch)
+    return choose(subject.prepared(resolved.microbatches, "fp32"), resolved, Cluster.local(ranks=ranks))
+
+
+def _finite(d: Difference) -> Difference:
+    """JSON has no infinity."""
+    return replace(d, abs=min(d.abs, sys.float_info.max), rel=min(d.rel, sys.float_info.max))

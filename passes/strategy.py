@@ -166,7 +166,8 @@ def _divides(dim: Dim, factor: str, length: int, mesh: Mesh, chosen: Sequence[Ch
         return True  # evenness of the layout says it all
     size = found.sizes[factor]
     axes = tuple(a for a, c in enumerate(chosen) if c.kind == "factor" and c.name == factor)
-    return Layout("", (Split(axes),)).is_even((size,), mesh)
+    parts = next(c.parts for c in chosen if c.kind == "factor" and c.name == factor)
+    return Layout("", (Split(axes, parts),)).is_even((size,), mesh)
 
 
 def special_of(node: fx.Node, name: str) -> Special:

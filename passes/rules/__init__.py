@@ -12,6 +12,7 @@ from autopar.passes.rules import (
     parts,
     pointwise,
     pooling,
+    recurrent,
     reductions,
     views,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "parts",
     "pointwise",
     "pooling",
+    "recurrent",
     "reductions",
     "rule_of",
     "views",

@@ -104,7 +104,7 @@ def _operand(name: str, argument: str, call: Call, result: Dims, shape: tuple[in
     if name in ("type_as.default", "to.other") and argument == "other":  # only its type is read
         return result if own == shape else (NEVER,) * len(own)
     if name == "prelu.default" and argument == "weight":
-        return (result[1],) if len(shape) > 1 and own[0] == shape[1] and own[0] > 1 else (NEVER,) * len(own)
+        return (result[1],) if own and own[0] > 1 else (NEVER,) * len(own)
     if name == "bucketize.Tensor" and argument == "boundaries":
         return (NEVER,) * len(own)
     return broadcast(own, result, shape)

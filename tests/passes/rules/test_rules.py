@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.passes.rules import RULES, pointwise
+
 aten = torch.ops.aten
 library = torch.ops.autopar
 
@@ -119,6 +121,13 @@ CONVOLUTIONS = [
     sample(aten.conv_transpose2d.input, x(6, 6, 3, 3), x(6, 6, 2, 2), x(6), [2, 2]),
     sample(aten.conv_transpose2d.input, x(2, 12, 3, 3), x(12, 6, 2, 2), x(12), [1, 1], [0, 0], [0, 0], 2),
     sample(aten.convolution.default, x(6, 6, 4), x(6, 6, 3), x(6), [1], [0], [1], False, [0], 1),
+]
+
+RECURRENT = [
+    sample(
+        aten.lstm.input, x(3, 6, 4), [x(1, 6, 5), x(1, 6, 5)], [x(20, 4), x(20, 5)], False, 1, 0.0, True, False, False
+    ),
+    sample(aten.gru.input, x(6, 3, 4), x(1, 6, 5), [x(15, 4), x(15, 5)], False, 1, 0.0, True, False, True),
 ]
 
 POOLS = [
@@ -278,7 +287,7 @@ POINTWISE = [
 ]
 
 TABLE = [
-    *PRODUCTS, *ATTENTION, *LOOKUPS, *LOSSES, *NORMS, *CONVOLUTIONS, *POOLS,
+    *PRODUCTS, *ATTENTION, *LOOKUPS, *LOSSES, *NORMS, *CONVOLUTIONS, *POOLS, *RECURRENT,
     *VIEWS, *PARTS, *REDUCTIONS, *INDEXING, *POINTWISE,
 ]  # fmt: skip
 
@@ -286,3 +295,33 @@ TABLE = [
 @pytest.mark.parametrize(("target", "args", "kwargs"), TABLE)
 def test_split_is_whole(check: Check, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     assert check(target, *args, **kwargs), "no strategy divides this call"
+
+
+def test_every_pointwise_op(check: Check) -> None:
+    """All ops that torch tags as pointwise and that run on tensors in (0.1, 0.9), integers or booleans."""
+    tried = [op for op, rule in RULES.items() if rule is pointwise.pointwise and _runs(check, op)]
+    assert len(tried) > 250
+
+
+def _runs(check: Check, op: Any) -> bool:
+    for like in (0.1 + 0.8 * torch.rand(6, 2), i(5, 6, 2) + 1, m(6, 2)):
+        args = [_argument(a.type, like) for a in op._schema.arguments if not a.has_default_value() or a.name == "other"]
+        try:
+            op(*args)
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue
+        try:
+            check(op, *args, few=True)
+        except RuntimeError as error:
+            if "derivative for" not in str(error):
+                raise
+            return False
+        return True
+    return False
+
+
+def _argument(kind: Any, like: Tensor) -> Any:
+    text = str(kind)
+    if text == "Tensor":
+        return like
+    return {"number": 2, "int": 2, "float": 0.5, "Optional[number]": 2, "bool": False}.get(text)

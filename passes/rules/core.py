@@ -53,8 +53,9 @@ class Special:
     """A strategy on one axis that no factor describes, with a lowering of its own.
 
     ``operands``/``results``: per tensor operand and result ``"R"``, ``"I"``, ``"P"`` or the dim (int) that is cut (it
-    must divide evenly). ``lower(emitter, node, axis)`` emits local nodes and returns the node that stands for the result
-    (a tuple-producing node for multi-output ops). ``divides``: lengths that the axis must divide besides.
+    must divide evenly, and is the innermost cut of its dim). ``lower(emitter, node, axis)`` emits local nodes, the same
+    ops on every rank, and returns the node that stands for the result (a tuple-producing node for multi-output ops).
+    ``divides``: lengths that the axis must divide besides.
     """
 
     name: str

@@ -11,7 +11,7 @@ from torch import fx
 import autopar.runtime.ops  # noqa: F401  (registers autopar::cross_entropy_sum)
 from autopar.passes.facts import fact
 from autopar.passes.rules.core import Rule, Special, factors
-from autopar.passes.rules.signature import NEVER, Call, plain, read
+from autopar.passes.rules.signature import NEVER, Call, plain, read, without
 
 if TYPE_CHECKING:
     from autopar.passes.emit import Emitter
@@ -87,3 +87,17 @@ def elementwise_loss(node: fx.Node) -> Rule | None:
     named = {n: dims for n in ("self", "target", "weight", "pos_weight") if call.has(n)}
     groups = [call.group("weight")] if call.has("weight") else []
     return call.rule(dims if call["reduction"] == NONE else (), named, linear=groups)
+
+
+@factors(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)
+def class_loss(node: fx.Node) -> Rule | None:
+    """``x[a . b], t[a b], w[.] -> y[a b]`` without a reduction, ``-> y`` (partial) as a sum; t may be ``[a . b]``."""
+    call = read(node)
+    shape, target = call.shape("self"), call.shape("target")
+    at = 1 if len(shape) > 1 else 0  # the dim of classes
+    if call["reduction"] not in (NONE, SUM) or (len(target) != len(shape) and len(target) != len(shape) - 1):
+        return None
+    dims = without(plain("a", shape), at)
+    rows = (*dims[:at], *dims[at + 1 :])
+    named = {"self": dims, "target": rows if len(target) < len(shape) else dims}
+    return call.rule(rows if call["reduction"] == NONE else (), named)

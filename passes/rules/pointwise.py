@@ -40,6 +40,7 @@ LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "where.self": (("self", "other"),),
     "masked_fill.Tensor": (("self", "value"),),
     "copy.default": (("src",),),
+    "fill.Tensor": (("value",),),
     "to.dtype": (("self",),),
     "to.dtype_layout": (("self",),),
     "to.device": (("self",),),
@@ -77,7 +78,8 @@ UNTAGGED = """
     less_equal.Tensor less_equal.Scalar arctan2.default bucketize.Tensor nan_to_num.default isreal.default
     special_expit.default special_erf.default special_erfc.default special_log1p.default special_expm1.default
     special_exp2.default special_logit.default special_gammaln.default special_digamma.default
-    special_xlogy.default special_sinc.default special_round.default fill.Scalar threshold.default fix.default
+    special_xlogy.default special_sinc.default special_round.default fill.Scalar fill.Tensor zero.default
+    threshold.default fix.default
     erfinv.default clamp.default clamp.Tensor
 """
 

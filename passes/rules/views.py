@@ -288,6 +288,30 @@ def pixel_shuffle(node: fx.Node) -> Rule:
     return call.rule(after, {"self": before}, linear=[call.group("self")], sizes=sizes, whole=["i", "j"])
 
 
+@factors(aten.pixel_unshuffle.default)
+def pixel_unshuffle(node: fx.Node) -> Rule:
+    """``x[b c (h .) (w .)] -> y[b (c . .) h w]``."""
+    call = read(node)
+    shape, r = call.shape("self"), call["downscale_factor"]
+    lead = plain("b", shape[:-3])
+    sizes = {"c": shape[-3], "h": shape[-2] // r, "w": shape[-1] // r, "i": r, "j": r}
+    before = (*lead, Dim(("c",)), Dim(("h", "i")), Dim(("w", "j")))
+    after = (*lead, Dim(("c", "i", "j")), Dim(("h",)), Dim(("w",)))
+    return call.rule(after, {"self": before}, linear=[call.group("self")], sizes=sizes, whole=["i", "j"])
+
+
+@factors(aten.im2col.default)
+def windows(node: fx.Node) -> Rule:
+    """``x[n c . .] -> y[n (c .) .]``: every channel becomes one row a kernel place."""
+    call = read(node)
+    shape = call.shape("self")
+    lead, places = plain("n", shape[:-3]), call["kernel_size"][0] * call["kernel_size"][1]
+    after = (*lead, Dim(("c", "k")), NEVER)
+    sizes = {"c": shape[-3], "k": places}
+    before = (*lead, Dim(("c",)), NEVER, NEVER)
+    return call.rule(after, {"self": before}, linear=[call.group("self")], sizes=sizes, whole=["k"])
+
+
 @factors(aten.view_as_real.default, aten.view_as_complex.default)
 def complex_view(node: fx.Node) -> Rule:
     """``x[a] <-> y[a .]``, the last dim being real and imaginary part."""

@@ -27,6 +27,7 @@ FROZEN = {  # operand slots that torch has no gradient for
     torch.ops.aten.batch_norm.default: (3, 4),
     torch.ops.autopar.batch_norm.default: (3, 4),
     torch.ops.autopar.cross_entropy_sum.default: (2,),
+    torch.ops.aten.nll_loss_nd.default: (2,),
 }
 DUAL = {"S": "S", "R": "P", "P": "R", "I": "I"}
 MESHES = (
@@ -64,6 +65,12 @@ def check_call(target: Any, *args: Any, few: bool = False, **kwargs: Any) -> lis
             run_split(node, found, mesh, operands, whole)
             tried.append(f"{[a.size for a in mesh.axes]} {[f'{c.kind}:{c.name}' for c in chosen]}")
     return tried
+
+
+@pytest.fixture(name="build")
+def build_fixture() -> Callable[..., tuple[fx.Node, Tensors]]:
+    """Make a graph with one call."""
+    return build
 
 
 def build(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[fx.Node, Tensors]:

@@ -236,7 +236,7 @@ def _result_text(result: VerifyResult) -> str:
     lines += [f"  {e.kind:<10} {e.name:<48} abs {e.abs:.1e}  rel {e.rel:.1e}" for e in result.worst[:8]]
     for axis, share in result.divided.items():
         lines.append(f"  {axis} takes off a rank: {_shares(write(share))}")
-    lines += [f"  limit: {limit}" for limit in result.limits]
+    lines += [f"  limits: {', '.join(result.limits)}"] * bool(result.limits)
     return "\n".join(lines)
 
 

@@ -50,8 +50,8 @@ def attention(node: fx.Node) -> Rule | None:
 
 
 def _grouped(call: Call, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> tuple[Special, ...]:
-    """Split query heads with whole keys and values: for grouped heads only."""
-    if len(q) < 4 or not call["enable_gqa"] or q[-3] == k[-3] or k[-3] != v[-3]:
+    """Split query heads with whole keys and values: for grouped heads only (a single key head is no factor at all)."""
+    if len(q) < 4 or not call["enable_gqa"] or k[-3] in (1, q[-3]) or k[-3] != v[-3]:
         return ()
     heads = len(q) - 3
     operands: list[str | int] = ["R"] * sum(len(s) for s in call.slots.values())

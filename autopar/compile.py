@@ -247,8 +247,11 @@ def compile(
     Raises AutoparError, one line, for whatever cannot be done exactly as asked.
 
     Example:
-        >>> parallel = autopar.compile(model, Cluster.local(ranks=4), args=(ids, labels), pins={"dp": 2, "tp": 2})
-        >>> loss = parallel.step(ids, labels)
+        >>> from autopar.models import mlp
+        >>> model, args, _ = mlp.make()
+        >>> parallel = compile(model, Cluster.local(ranks=4), args=args, pins={"dp": 2, "tp": 2})
+        >>> parallel.plan.one_line()
+        'dp=2 tp=2 on 4 ranks'
     """
     if not isinstance(model, nn.Module):
         raise AutoparError(f"compile: model is a {type(model).__name__}, not an nn.Module. Give the module itself.")

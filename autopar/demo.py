@@ -70,7 +70,7 @@ def train(title: str, model: nn.Module, step: Callable[[Tensor, Tensor], Tensor]
             optimizer.zero_grad()
             warmup.step()
             progress.update(task, advance=1, description=f"{title}: loss {losses[-1]:.3f}")
-            if len(losses) % 10 == 0 or len(losses) == 1:
+            if rank() == 0 and (len(losses) % 10 == 0 or len(losses) == 1):
                 speed = len(losses) * BATCH * CONFIG.positions / (time.perf_counter() - start)
                 progress.console.print(f"  step {len(losses):3d}  loss {losses[-1]:.4f}  {speed:6,.0f} bytes/s")
     return losses
@@ -94,13 +94,12 @@ def compiled(steps: int, seed: int) -> list[float]:
 
 
 def alone(steps: int, seed: int) -> list[float]:
-    """The losses of plain PyTorch in one process, with all cores to itself."""
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    """The losses of plain PyTorch in one process."""
     model = fresh(seed)
 
     def step(ids: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = model(ids, labels)
-        loss.backward()
+        torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(model.parameters(), NORM)
         return loss
 

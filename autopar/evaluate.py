@@ -27,7 +27,13 @@ def run_graph(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor], attr
     whatever device was captured. Autograd works through it.
 
     Example:
-        >>> run_graph(capture.graph, capture.flatten_inputs((x,)), capture.attributes)["outputs"][0].backward()
+        >>> from autopar.capture import capture
+        >>> from autopar.models import mlp
+        >>> model, args, _ = mlp.make()
+        >>> captured = capture(model, args)
+        >>> loss = run_graph(captured.graph, captured.flatten_inputs(args), captured.attributes)["outputs"][0]
+        >>> torch.equal(loss, model(*args))
+        True
     """
     device = next((t.device for t in (*attrs.values(), *inputs)), torch.device("cpu"))
     return _Evaluator(graph_module, attrs, device).run(*inputs)

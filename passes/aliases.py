@@ -161,7 +161,8 @@ def scatter(graph: fx.Graph, piece: fx.Node, view: fx.Node, whole: fx.Node, new:
         dim, index = rest[0] % dims, rest[1] % shape[rest[0]]
         return _splice(graph, view, whole, _unsqueezed(graph, view, new, dim), dim, index)
     if view.target is aten.slice.Tensor:
-        dim, start, end, step = (*rest, *(0, None, None, 1)[len(rest) :])
+        given: tuple[Any, ...] = (*rest, *(0, None, None, 1)[len(rest) :])
+        dim, start, end, step = given
         start, _, step = slice(start, end, step).indices(shape[dim])
         if step == 1:
             return _splice(graph, view, whole, new, dim % dims, start)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from typing import Any
 
 import torch
@@ -108,14 +107,18 @@ def _operand_dim(node: fx.Node, operand: fx.Node, dim: int) -> int | None:
     return below if below >= 0 else None
 
 
+def _is_uniform_under(of: Constants, node: fx.Node, operand: fx.Node, dim: int) -> bool:
+    under = _operand_dim(node, operand, dim)
+    return under is None or under in of.uniform(operand)
+
+
 def _uniform(of: Constants, node: fx.Node) -> frozenset[int]:
     dims = range(len(_shape(node)))
     operands = [a for a in node.all_input_nodes if is_tensor(a)]
     if node.target in FILLS:
         return frozenset(dims)
     if is_elementwise(node) or node.target is aten.expand.default:
-        under = lambda a, d: _operand_dim(node, a, d)
-        return frozenset(d for d in dims if all((u := under(a, d)) is None or u in of.uniform(a) for a in operands))
+        return frozenset(d for d in dims if all(_is_uniform_under(of, node, a, d) for a in operands))
     if node.target in ALONG:
         mixed = _dims_of(node)
         return frozenset(d for d in dims if d not in mixed and all(d in of.uniform(a) for a in operands))
@@ -146,42 +149,43 @@ def _gathers(node: fx.Node) -> bool:
     """``x[i, j, ...]`` with an index tensor for every dim of x."""
     if node.target is not aten.index.Tensor:
         return False
-    source, indices = node.args
-    return isinstance(indices, (list, tuple)) and len(indices) == len(_shape(source)) and all(map(is_tensor, indices))  # type: ignore[arg-type]
+    source: Any = node.args[0]
+    indices: Any = node.args[1]
+    return len(indices) == len(_shape(source)) and all(map(is_tensor, indices))
 
 
 def _gather_is_uniform(of: Constants, node: fx.Node, dim: int) -> bool:
-    source, indices = node.args
-    for place, index in enumerate(indices):  # type: ignore[arg-type]
-        under = _operand_dim(node, index, dim)  # type: ignore[arg-type]
-        still = under is None or under in of.uniform(index)  # type: ignore[arg-type]
-        if not still and place not in of.uniform(source):  # type: ignore[arg-type]
-            return False
-    return True
+    """Where an index varies along ``dim``, what it indexes does not."""
+    source: Any = node.args[0]
+    indices: Any = node.args[1]
+    return all(_is_uniform_under(of, node, i, dim) or place in of.uniform(source) for place, i in enumerate(indices))
 
 
 def _windowed(of: Constants, node: fx.Node, window: Window) -> Tensor:
     sizes = [b - a for a, b in window]
     if node.target in FILLS:
         return _filled(node, sizes)
-    if is_elementwise(node) or node.target is aten.expand.default:
-        pieces = {a: of.window(a, _under(node, a, window)) for a in node.all_input_nodes}
-        return pieces[node.args[0]].expand(sizes) if node.target is aten.expand.default else run(node, pieces)  # type: ignore[index, return-value, no-any-return]
+    if is_elementwise(node):
+        found: Tensor = run(node, {a: of.window(a, _under(node, a, window)) for a in node.all_input_nodes})
+        return found
     source: Any = node.args[0] if node.args else None
+    if node.target is aten.expand.default:
+        return of.window(source, _under(node, source, window)).expand(sizes)
     if node.target is aten.unsqueeze.default:
         new = _dim(node)
         return of.window(source, window[:new] + window[new + 1 :]).unsqueeze(new)[
             tuple(slice(*window[d]) if d == new else slice(None) for d in range(len(window)))
         ]
     if node.target is aten.slice.Tensor and len(node.args) == 4:
-        dim, start = _dim(node), operator.index(node.args[2])  # type: ignore[arg-type]
+        start: Any = node.args[2]
+        dim = _dim(node)
         shifted = (*window[:dim], (window[dim][0] + start, window[dim][1] + start), *window[dim + 1 :])
         return of.window(source, shifted)
     if node.target in (aten.tril.default, aten.triu.default):
         diagonal: Any = node.args[1] if len(node.args) > 1 else 0
         piece = of.window(source, window)
-        found: Tensor = node.target(piece, diagonal + window[-2][0] - window[-1][0])  # type: ignore[operator]
-        return found
+        keep = torch.tril if node.target is aten.tril.default else torch.triu
+        return keep(piece, diagonal + window[-2][0] - window[-1][0])
     if _gathers(node):
         indices: Any = node.args[1]
         values = [of.window(i, _under(node, i, window)) for i in indices]

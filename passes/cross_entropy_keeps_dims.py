@@ -96,12 +96,13 @@ def _recognise(graph: fx.Graph, node: fx.Node) -> _Loss | None:
 
 
 def _log_softmax_of(node: fx.Node) -> fx.Node | None:
-    """What ``node`` is the log softmax over classes of, through a reshape of the rows."""
-    if node.target in LOG_SOFTMAX:
-        x, dim = node.args[0], node.args[1]
-        same = isinstance(x, fx.Node) and x.meta["val"].dtype == node.meta["val"].dtype
-        return x if same and dim % x.meta["val"].ndim == _class_dim(node) else None  # type: ignore[operator, union-attr, return-value]
-    return None
+    """What ``node`` is the log softmax over classes of."""
+    if node.target not in LOG_SOFTMAX:
+        return None
+    x: Any = node.args[0]
+    dim: Any = node.args[1]
+    same = x.meta["val"].dtype == node.meta["val"].dtype and dim % x.meta["val"].ndim == _class_dim(node)
+    return x if same else None
 
 
 def _sum_over_count(graph: fx.Graph, node: fx.Node, loss: _Loss) -> fx.Node:

@@ -94,7 +94,7 @@ def is_noop(node: fx.Node) -> bool:
     if node.target in IDENTITIES:
         return not any(u.target in READ_STRIDES for u in node.users)
     if node.target in DROPOUTS:
-        return args[1] == 0 or not args[2]
+        return bool(args[1] == 0 or not args[2])
     if not _same(node) or node.kwargs:
         return False
     if node.target in (aten.mul.Tensor, aten.div.Tensor):

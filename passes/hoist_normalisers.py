@@ -35,8 +35,8 @@ def hoist_normalisers(gm: fx.GraphModule) -> fx.GraphModule:
     of the first; ``gm.meta["batch_inputs"]``, a set of names, says otherwise. Needs facts on every node (`annotate`).
 
     Example:
-        ``n = cross_entropy_count(labels, ...); loss = div(s, n)`` -> the same, ``n`` marked: two microbatches with 100 and
-        28 valid tokens both divide by 128.
+        ``n = cross_entropy_count(labels, ...); loss = div(s, n)`` -> the same, ``n`` marked: two microbatches with 100
+        and 28 valid tokens both divide by 128.
     """
     states = _states(gm)
     needed: dict[fx.Node, None] = {}  # a set in a fixed order

@@ -160,7 +160,8 @@ def _replace_items(make: _Builder, values: tuple[fx.Node, ...]) -> None:
 def _pool(make: _Builder) -> None:
     x = make.given["self"]
     ndim = x.meta["val"].ndim
-    make.replace(make.mean(x, list(range(ndim - POOLS[make.node.target], ndim)), True))
+    pooled = next(dims for op, dims in POOLS.items() if op is make.node.target)
+    make.replace(make.mean(x, list(range(ndim - pooled, ndim)), True))
 
 
 def _loss(make: _Builder) -> None:

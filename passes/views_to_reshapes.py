@@ -81,7 +81,7 @@ def _literal(graph: fx.Graph, node: fx.Node, target: Any) -> fx.Node:
     assert isinstance(source, fx.Node)
     if list(source.meta["val"].shape) == shape:
         return source
-    if node.target is target and list(node.args[1:]) == [shape] and not node.kwargs:  # type: ignore[comparison-overlap]
+    if node.target is target and node.args == (source, shape) and not node.kwargs:
         return node
     return call(graph, target, (source, shape), like=node)
 
@@ -142,10 +142,11 @@ def _squeeze(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _select(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    source: Any
     source, dim, index = node.args
-    shape = source.meta["val"].shape  # type: ignore[union-attr]
-    dim = dim % len(shape)  # type: ignore[operator]
-    node.args = (source, dim, index % shape[dim])  # type: ignore[operator]
+    shape = source.meta["val"].shape
+    at: Any = dim
+    node.args = (source, at % len(shape), index % shape[at])
     return node
 
 

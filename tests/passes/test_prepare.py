@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -126,7 +127,15 @@ def _compare(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: float) 
         assert error <= limit, f"{name}: {error:.1e}"
 
 
-MODELS: list[Callable[[], Given]] = [llama, mistral, gpt2, bert, t5, vit, conv]
+MODELS: dict[Callable[[], Given], dict[str, int]] = {  # and what their attention becomes
+    llama: {"causal": 2},
+    mistral: {"masked": 2},
+    gpt2: {"causal": 2},
+    bert: {"open": 2},
+    t5: {"open": 2, "masked": 4},
+    vit: {"open": 2},
+    conv: {},
+}
 
 
 @pytest.mark.parametrize("make", MODELS, ids=lambda f: f.__name__)
@@ -146,31 +155,16 @@ def test_same_loss_gradients_and_buffers(make: Callable[[], Given]) -> None:
     before = _run(to_float64(captured.graph), wide, attributes)
     _compare(_run(to_float64(gm), wide, attributes), before, 1e-10)
     _compare(_run(run(to_float64(captured.graph), PREPARE), wide, attributes), before, 1e-10)
+    _check_ops(make, gm)
     annotate(gm, captured.trainable)
     check(run(gm, ("hoist_normalisers",)), "hoist_normalisers")
 
 
-def _targets(make: Callable[[], Given]) -> dict[Any, int]:
-    model, kwargs = make()
-    gm = run(copy_graph(capture(model.train(), (), kwargs, check=False).graph), PREPARE)
-    counts: dict[Any, int] = {}
-    for node in gm.graph.nodes:
-        if node.target is aten.scaled_dot_product_attention.default:
-            key = "causal" if len(node.args) > 5 and node.args[5] else "open" if node.args[3] is None else "masked"
-            counts[key] = counts.get(key, 0) + 1
-        counts[node.target] = counts.get(node.target, 0) + 1
-    return counts
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_what_public_models_become() -> None:
-    found = {f.__name__: _targets(f) for f in MODELS}
-    attention = {name: {k: c[k] for k in ("causal", "open", "masked") if k in c} for name, c in found.items()}
-    assert attention == {
-        "llama": {"causal": 2}, "mistral": {"masked": 2}, "gpt2": {"causal": 2}, "bert": {"open": 2},
-        "t5": {"open": 2, "masked": 4}, "vit": {"open": 2}, "conv": {},
-    }  # fmt: skip
-    assert all(counts[ops.cross_entropy_sum.default] == 1 for counts in found.values())
-    assert all(counts[ops.cross_entropy_count.default] == 1 for counts in found.values())
-    assert found["conv"][ops.batch_norm.default] == 2
-    assert not any(aten.mean.dim in counts or aten.copy_.default in counts for counts in found.values())
+def _check_ops(make: Callable[[], Given], gm: torch.fx.GraphModule) -> None:
+    nodes = list(gm.graph.nodes)
+    counts = Counter(n.target for n in nodes)
+    attention = [n.args for n in nodes if n.target is aten.scaled_dot_product_attention.default]
+    kinds = Counter("masked" if a[3] is not None else "causal" if a[5] else "open" for a in attention)
+    assert kinds == MODELS[make]
+    assert counts[ops.cross_entropy_sum.default] == counts[ops.cross_entropy_count.default] == 1
+    assert counts[ops.batch_norm.default] == (2 if make is conv else 0)

@@ -72,9 +72,6 @@ class Capture:
 
         ``rows`` (default: the global batch) is what dim 0 of batch inputs must be. Raises AutoparError where structure,
         shape, dtype or a constant differs from the capture.
-
-        Example:
-            >>> captured.flatten_inputs((x,), {"labels": y})
         """
         return self.signature.flatten(args, kwargs or {}, rows=self.batch if rows is None else rows)
 
@@ -124,8 +121,10 @@ def capture(
         AutoparError: the model or its inputs cannot be captured exactly; names the module and file:line.
 
     Example:
+        >>> model, x, y = nn.Linear(4, 3), torch.ones(8, 4), torch.zeros(8, dtype=torch.int64)
         >>> captured = capture(model, (x,), {"target": y}, loss=torch.nn.functional.cross_entropy)
-        >>> run_graph(captured.graph, captured.flatten_inputs((x,), {"target": y}), captured.attributes)["outputs"][0]
+        >>> captured.batch, captured.checked
+        (8, 'equal')
     """
     refuse_model(model, backward=loss_required)
     signature = Signature.of(model, args, kwargs or {}, batch_dims or {}, with_loss=loss is not None)
@@ -140,7 +139,7 @@ def capture(
     real = signature.real and not any(t.is_meta for t in (*parameters.values(), *buffers.values()))
     if check and real:
         attributes = {**whole.constants, **buffers, **parameters}
-        compare_with_eager(call, (whole if batch == TINY else tiny).graph, TINY, attributes)
+        compare_with_eager(call, (whole if batch == TINY else tiny).graph, TINY, attributes, twice=bool(whole.changed))
     return Capture(
         graph=whole.graph,
         inputs=tuple(spec.at(batch) for spec in signature.inputs),
@@ -170,8 +169,8 @@ def _refuse_other_program(whole: fx.GraphModule, tiny: fx.GraphModule, batch: in
         return
     raise AutoparError(
         f"{place(other or pairs[-1][0])}: does other ops at batch size {batch} than at another (a plan needs one "
-        "program for any number of rows). Make the code independent of the batch size, or name the inputs that have no batch: "
-        "batch_dims={'mask': None}."
+        "program for any number of rows). Make the code independent of the batch size, or name the inputs that have no "
+        "batch: batch_dims={'mask': None}."
     )
 
 

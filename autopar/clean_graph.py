@@ -14,7 +14,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.errors import AutoparError
-from autopar.traps import is_users
+from autopar.traps import VALUES, is_users
 
 aten = torch.ops.aten
 CHECKS = (  # assertions about metadata that capture has proved, or that a split run cannot repeat
@@ -43,13 +43,9 @@ def clean_graph(
     _drop_dead(graph)
     for node in graph.nodes:
         _refuse_random(node)
+        _refuse_symbolic(node)
     used = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
     constants = {n: inliner.tensors[n] for n in used if n not in kinds}
-    for name, tensor in constants.items():
-        if tensor.requires_grad:
-            raise AutoparError(
-                f"{name}: is a tensor that requires a gradient but no parameter. Make it an nn.Parameter."
-            )
     return fx.GraphModule(_holder(graph, kinds), graph), constants
 
 
@@ -91,6 +87,10 @@ class _Inliner:
             return self.higher_order(node, env, detached)
         if node.target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):  # type: ignore[index]
             return env[node.args[0]][node.args[1]]  # type: ignore[index]
+        plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+        if not plain and not _symbolic(node):
+            name = getattr(node.target, "__name__", node.target)
+            raise AutoparError(f"{_raw_place(node)}: uses {name} (only plain ops can be split). Write it with them.")
         if getattr(node.target, "_schema", None) is not None:
             name = node.target._schema.name  # type: ignore[union-attr]
             source: Any = env.get(node.args[0]) if node.args else None  # type: ignore[arg-type]
@@ -138,8 +138,8 @@ class _Inliner:
             if enabled:
                 where = _raw_place(_inner(env[body]))  # type: ignore[index]
                 raise AutoparError(
-                    f"{where}: runs under autocast({device_type!r}, {dtype}) (its casts are chosen when ops run and are no "
-                    "part of the graph). Cast with .to(), or convert the model to the dtype."
+                    f"{where}: runs under autocast({device_type!r}, {dtype}) (its casts are made when ops run and "
+                    "are no part of the graph). Cast with .to(), or convert the model to the dtype."
                 )
         else:
             raise AutoparError(
@@ -226,6 +226,16 @@ def _refuse_random(node: fx.Node) -> None:
     )
 
 
+def _refuse_symbolic(node: fx.Node) -> None:
+    """Sizes and numbers that are read from tensors while the graph runs."""
+    for value in tree_leaves(node.meta.get("val")):
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        if any(isinstance(s, (torch.SymInt, torch.SymFloat, torch.SymBool)) for s in sizes):
+            raise AutoparError(VALUES.format(where=place(node)))
+        if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            raise AutoparError(f"{place(node)}: makes a sparse tensor (only dense ones can be split). Keep it dense.")
+
+
 def _drop_dead(graph: fx.Graph) -> None:
     """Erase nodes that nothing reads and that write nothing."""
     for node in reversed(list(graph.nodes)):
@@ -234,6 +244,11 @@ def _drop_dead(graph: fx.Graph) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             graph.erase_node(node)
+
+
+def _symbolic(node: fx.Node) -> bool:
+    """Whether a node computes with numbers read from tensors; refused where something depends on it."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float))
 
 
 def _floats(node: fx.Node) -> bool:
@@ -248,7 +263,9 @@ def _meta(node: fx.Node) -> dict[str, Any]:
     """What is kept of a node's meta: its value on meta, the module stack, the lines of the user's own code."""
 
     def bare(v: Any) -> Any:
-        if not isinstance(v, torch.Tensor):
+        if not isinstance(v, torch.Tensor) or any(isinstance(s, torch.SymInt) for s in v.shape):
+            return v
+        if v.layout is not torch.strided:
             return v
         with torch.no_grad():
             return torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device="meta")

@@ -11,7 +11,7 @@ from torch import fx, nn
 
 from autopar.errors import AutoparError
 from autopar.evaluate import run_graph
-from autopar.export_model import Call
+from autopar.export_model import Call, buffer_slots, numbers_of
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest value; the ops are the same
 COARSE = 3e-2  # half precisions: the order of sums may differ
@@ -19,22 +19,30 @@ FLOOR = 1e-3  # of the largest gradient of any parameter: gradients that are zer
 WAY_OUT = "State kept in Python, or a backward of its own, is what capture loses: write it with buffers and plain ops."
 
 
-def compare_with_eager(call: Call, graph: fx.GraphModule, rows: int, attributes: Mapping[str, torch.Tensor]) -> None:
+def compare_with_eager(
+    call: Call, graph: fx.GraphModule, rows: int, attributes: Mapping[str, torch.Tensor], *, twice: bool
+) -> None:
     """Raise unless ``graph``, captured at ``rows`` rows, equals the model run on as many rows of the example inputs.
 
-    ``attributes``: the tensors behind the graph's ``get_attr`` nodes. Leaves buffers, gradients and the random state as
-    they were. Raises AutoparError with the name of the first difference.
+    ``attributes``: the tensors behind the graph's ``get_attr`` nodes. ``twice``: the model must also give the same when
+    run again from the same buffers. Leaves buffers, numbers, gradients and the random state as they were. Raises
+    AutoparError with the name of the first difference.
     """
     inputs, wanted = call.signature.example(rows), call.trainable
     with torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        with _buffers_kept(call.model):
-            expected, _, _ = call(inputs)
-            expected_grads = _gradients(expected, wanted)
-            expected_buffers = {n: b.detach().clone() for n, b in call.model.named_buffers()}
+        with _numbers_kept(call.model):
+            with _buffers_kept(call.model):
+                expected, _, _ = call(inputs)
+                expected_grads = _gradients(expected, wanted)
+                expected_buffers = {n: b.detach().clone() for n, b in call.model.named_buffers()}
+            with _buffers_kept(call.model):
+                again = call(inputs)[0] if twice else ()
         held = {n: t if isinstance(t, nn.Parameter) else t.clone() for n, t in attributes.items()}
         outputs = run_graph(graph, inputs, held)["outputs"]
         grads = _gradients(outputs, wanted)
+    for got, want in zip(again, expected):
+        _refuse_difference("a second run of the model", got, want, 0.0)
     for i, (got, want) in enumerate(zip(outputs, expected, strict=True)):
         _refuse_difference("loss" if i == 0 else f"output {i}", got, want, 0.0)
     floor = FLOOR * max((_largest(g) for g in expected_grads.values() if g is not None), default=0.0)
@@ -55,14 +63,26 @@ def _gradients(outputs: Sequence[torch.Tensor], wanted: Mapping[str, nn.Paramete
 @contextmanager
 def _buffers_kept(model: nn.Module) -> Iterator[None]:
     """Put the model's buffers, objects and values, back at the end."""
-    slots = [(m, n, b, b.detach().clone()) for m in model.modules() for n, b in m._buffers.items() if b is not None]
+    slots = [(module, key, tensor, tensor.detach().clone()) for _, module, key, tensor in buffer_slots(model)]
     try:
         yield
     finally:
-        for module, name, tensor, saved in slots:
+        for module, key, tensor, saved in slots:
             with torch.no_grad():
                 tensor.copy_(saved)
-            module._buffers[name] = tensor
+            module._buffers[key] = tensor
+
+
+@contextmanager
+def _numbers_kept(model: nn.Module) -> Iterator[None]:
+    """Put the Python numbers that modules keep back at the end."""
+    before, modules = numbers_of(model), dict(model.named_modules())
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            path, _, key = name.rpartition(".")
+            modules[path].__dict__[key] = value
 
 
 def _refuse_gradient(name: str, got: torch.Tensor | None, want: torch.Tensor | None, floor: float) -> None:

@@ -44,6 +44,7 @@ class Exported:
     constants: dict[str, torch.Tensor]
     outputs: Outputs
     has_loss: bool
+    changed: tuple[str, ...]  # Python numbers of modules that forward changed
     hints: tuple[str, ...]
 
 
@@ -86,8 +87,9 @@ class Call:
     def _refuse_loss(self, loss: Any, out: Any) -> None:
         if loss is None:
             if self.loss_required:
+                kind = "Tensor" if isinstance(out, torch.Tensor) else type(out).__name__
                 raise AutoparError(
-                    f"{type(self.model).__name__}: returns no loss (a {type(out).__name__} without .loss). Return a "
+                    f"{type(self.model).__name__}: returns no loss (a {kind} without .loss). Return a "
                     "scalar, pass labels, or give loss=."
                 )
             return
@@ -117,7 +119,7 @@ def export_model(call: Call, rows: int) -> Exported:
         ):
             program = torch.export.export(flat, inputs, strict=False).module(check_guards=False)
     except Exception as error:
-        raise refuse_failure(call.model, error, rows) from error
+        raise refuse_failure(call.model, error, rows, call.signature.rows) from error
     assert isinstance(program, fx.GraphModule)
     model = call.model
     kinds = {n: "buffer" for n, _ in model.named_buffers()} | {n: "frozen" for n, _ in model.named_parameters()}
@@ -129,7 +131,11 @@ def export_model(call: Call, rows: int) -> Exported:
             f"{type(model).__name__}: its loss depends on no parameter that requires a gradient (frozen, under "
             "no_grad or detached). Unfreeze one, or use eval() for forward only."
         )
-    return Exported(graph, constants, outputs, flat.seen.has_loss, tuple(hints))
+    if flat.seen.changed:
+        hints.append(
+            f"{', '.join(flat.seen.changed)}: changed by forward; the graph keeps what it computed at capture."
+        )
+    return Exported(graph, constants, outputs, flat.seen.has_loss, flat.seen.changed, tuple(hints))
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:
@@ -149,6 +155,7 @@ class _Seen:
 
     outputs: Outputs
     has_loss: bool
+    changed: tuple[str, ...]
 
 
 class _Flat(nn.Module):
@@ -163,8 +170,45 @@ class _Flat(nn.Module):
         self.call, self.seen = call, _Seen()
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        held, before = buffer_slots(self.model), numbers_of(self.model)
         tensors, self.seen.outputs, self.seen.has_loss = self.call(leaves)
+        now = numbers_of(self.model)
+        self.seen.changed = tuple(name for name, value in before.items() if now.get(name) != value)
+        for name, module, key, tensor in held:
+            _write_back(name, module, key, tensor)
         return tensors
+
+
+def numbers_of(model: nn.Module) -> dict[str, int | float]:
+    """The Python numbers that the modules keep, by FQN and attribute."""
+    return {
+        f"{name}.{key}".lstrip("."): value
+        for name, module in model.named_modules()
+        for key, value in vars(module).items()
+        if isinstance(value, (int, float))
+    }
+
+
+def buffer_slots(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
+    """(FQN, module, key, tensor) of every buffer as the model holds it now."""
+    return [
+        (f"{name}.{key}".lstrip("."), module, key, tensor)
+        for name, module in model.named_modules()
+        for key, tensor in module._buffers.items()
+        if tensor is not None
+    ]
+
+
+def _write_back(name: str, module: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    """Where forward put another tensor in a buffer's place, write that one's value into the buffer instead."""
+    new = module._buffers.get(key)
+    if new is tensor:
+        return
+    if not isinstance(new, torch.Tensor) or new.shape != tensor.shape or new.dtype != tensor.dtype:
+        raise AutoparError(f"{name}: is replaced in forward by another shape or dtype. Keep the buffer's own.")
+    with torch.no_grad():
+        tensor.copy_(new)
+    module._buffers[key] = tensor
 
 
 def _returned_loss(out: Any) -> Any:
@@ -228,16 +272,15 @@ def _countable(model: nn.Module) -> Iterator[None]:
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Keep back torch's warnings and the partial graph that it prints when a trace fails."""
-    log = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level, printed = log.level, io.StringIO()
-    log.setLevel(logging.CRITICAL)
+    logs = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes", "torch._subclasses.fake_tensor")]
+    levels, printed = [log.level for log in logs], io.StringIO()
+    for log in logs:
+        log.setLevel(logging.CRITICAL)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stderr(printed):
             warnings.simplefilter("ignore")
             yield
-    except Exception:
-        raise
-    else:
         sys.stderr.write(printed.getvalue())  # what the model itself printed
     finally:
-        log.setLevel(level)
+        for log, level in zip(logs, levels, strict=True):
+            log.setLevel(level)

@@ -131,9 +131,7 @@ class Signature:
         specs, tensors = iter(self.inputs), []
         for a in self.arguments:
             if a.key not in given:
-                raise AutoparError(
-                    f"{a.paths[0] if a.paths else a.word}: is missing (the model was captured with it). Pass it."
-                )
+                raise AutoparError(f"{a.word}: is missing (the model was captured with it). Pass it.")
             path, value = given.pop(a.key)
             leaves, tree = flatten(ordered_like(value, unflatten(range(a.tree.size), a.tree)), path)
             if tree != a.tree:

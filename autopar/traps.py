@@ -25,6 +25,10 @@ from autopar.errors import AutoparError
 TORCH = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.abspath(__file__))
 CONTEXTS = {contextlib.__file__, unittest.mock.__file__}
+VALUES = (
+    "{where}: what runs here depends on the values of tensors (a plan must hold for every batch). Use torch.where or "
+    "masks, or pass the decision as a Python argument."
+)
 WRAPPERS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "DataParallel": "DataParallel",
@@ -68,6 +72,11 @@ def _refuse_module(name: str, module: nn.Module, backward: bool) -> None:
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise AutoparError(f"{name}: was compiled by .compile() (capture needs plain code). Pass the plain model.")
     global_hooks = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks
+    for attribute, value in vars(module).items():
+        if isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf:
+            raise AutoparError(
+                f"{name}.{attribute}: is a tensor that requires a gradient but no parameter. Make it an nn.Parameter."
+            )
     if isinstance(module, nn.SyncBatchNorm):
         raise AutoparError(
             f"{name}: is a SyncBatchNorm (autopar's BatchNorm has the whole batch's statistics anyway). "
@@ -110,23 +119,20 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterato
     checkpointed regions in ``hints``."""
     names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
 
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if cls.__name__ == "CheckpointFunction" and cls.__module__ == "torch.utils.checkpoint":
-            raise AutoparError(
-                f"{where_now(names)}: uses reentrant checkpointing (capture loses its gradient). Use "
-                "use_reentrant=False."
-            )
-        if not cls.__module__.startswith("torch."):
-            raise AutoparError(
-                f"{where_now(names)}: calls autograd.Function {cls.__name__} (capture would lose its backward). Write "
-                "it with plain ops, or as a torch.library.custom_op with register_autograd."
-            )
-        return original_apply(cls, *args, **kwargs)
+    def setup_context_defined(function: Any) -> Any:
+        # Function.apply asks this first; patching apply itself would miss ``fn = MyFunction.apply`` bound before
+        _refuse_function(sys._getframe(1).f_locals.get("cls"), names)
+        return original_setup(function)
 
     def register_hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_users(sys._getframe(1).f_code.co_filename):
             return original_hook(self, *args, **kwargs)  # type: ignore[no-untyped-call]
         raise AutoparError(f"{where_now(names)}: puts a gradient hook on a tensor (capture would drop it). Remove it.")
+
+    def enter_inference(self: Any) -> None:
+        if not self.mode:
+            return original_inference(self)
+        raise AutoparError(f"{where_now(names)}: uses inference_mode (capture would drop it). Use torch.no_grad().")
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
         note = f"{where_now(names)}: its checkpointed region is dropped; recomputation is the plan's choice."
@@ -134,19 +140,38 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterato
             hints.append(note)
         return original_checkpoint(*args, **kwargs)
 
-    original_apply: Callable[..., Any] = vars(torch.autograd.Function)["apply"].__func__
+    original_setup: Callable[[Any], Any] = torch.autograd.function._is_setup_context_defined
+    original_inference: Callable[[Any], None] = torch.inference_mode.__enter__
     original_hook = torch.Tensor.register_hook
     original_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint))
         if backward:
-            stack.enter_context(patch.object(torch.autograd.Function, "apply", classmethod(apply)))
+            stack.enter_context(
+                patch.object(torch.autograd.function, "_is_setup_context_defined", setup_context_defined)
+            )
             stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
+            stack.enter_context(patch.object(torch.inference_mode, "__enter__", enter_inference))
         yield
 
 
-def refuse_failure(model: nn.Module, error: BaseException, rows: int) -> AutoparError:
-    """The one-line error for a failed trace at batch ``rows``, with the model's file:line."""
+def _refuse_function(cls: Any, names: dict[int, str]) -> None:
+    """Refuse the autograd.Function ``cls`` that is being applied, unless it is torch's own."""
+    if not isinstance(cls, type):
+        return
+    if cls.__name__ == "CheckpointFunction" and cls.__module__ == "torch.utils.checkpoint":
+        raise AutoparError(
+            f"{where_now(names)}: uses reentrant checkpointing (capture loses its gradient). Use use_reentrant=False."
+        )
+    if not cls.__module__.startswith("torch."):
+        raise AutoparError(
+            f"{where_now(names)}: calls autograd.Function {cls.__name__} (capture would lose its backward). Write it "
+            "with plain ops, or as a torch.library.custom_op with register_autograd."
+        )
+
+
+def refuse_failure(model: nn.Module, error: BaseException, rows: int, examples: int) -> AutoparError:
+    """The one-line error for a failed trace at ``rows`` rows (the example inputs had ``examples``), with file:line."""
     chain: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and at not in chain:
@@ -159,12 +184,12 @@ def refuse_failure(model: nn.Module, error: BaseException, rows: int) -> Autopar
     where = next((w for w in (_where_raised(link, names) for link in chain) if w), type(model).__name__)
     kinds = {type(link).__name__ for link in chain}
     if kinds & {"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"}:
-        return AutoparError(
-            f"{where}: what runs here depends on the values of tensors (a plan must hold for every batch). Use "
-            "torch.where or masks, or pass the decision as a Python argument."
-        )
+        return AutoparError(VALUES.format(where=where))
     text = str(error).strip().splitlines() or [""]
-    return AutoparError(f"{where}: cannot be captured at batch size {rows} ({type(error).__name__}: {text[0][:300]}).")
+    what = f"{where}: cannot be captured at batch size {rows} ({type(error).__name__}: {text[0][:300]})."
+    if rows == examples:
+        return AutoparError(what)
+    return AutoparError(f"{what} Inputs whose dim 0 is not the batch are named by batch_dims={{'mask': None}}.")
 
 
 def where_now(names: dict[int, str]) -> str:

@@ -1,0 +1,362 @@
+"""What cannot be captured exactly is refused: one line that names the module, file:line and the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from autopar.capture import capture, run_graph
+from autopar.errors import AutoparError
+
+HERE = Path(__file__).name
+
+
+class Model(nn.Module):
+    """A linear and what the test puts between it and the loss."""
+
+    def __init__(self, between=None, inner: nn.Module | None = None) -> None:
+        super().__init__()
+        self.fc, self.inner, self.between = nn.Linear(4, 4), inner, between
+
+    def forward(self, x):
+        out = self.fc(x)
+        if self.inner is not None:
+            out = self.inner(out)
+        if self.between is not None:
+            out = self.between(out)
+        return out.float().pow(2).mean()
+
+
+X = torch.randn(6, 4)
+
+
+def refused(model: nn.Module, *parts: str, args=(X,), **options) -> str:
+    with pytest.raises(AutoparError) as caught:
+        capture(model, args, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert message.endswith((".", "}")), message
+    for part in parts:
+        assert part in message, message
+    return message
+
+
+# -- the model ---------------------------------------------------------------------------------------------------------
+
+
+class Straight(torch.autograd.Function):
+    """A straight-through sign."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sign()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+def test_custom_autograd_function() -> None:
+    refused(Model(Straight.apply), "Model (", HERE, "autograd.Function Straight", "register_autograd")
+
+
+def test_custom_autograd_function_is_fine_forward_only() -> None:
+    assert capture(Model(Straight.apply).eval(), (X,), loss_required=False).checked == "equal"
+
+
+def test_full_backward_hook() -> None:
+    for register in ("register_full_backward_hook", "register_full_backward_pre_hook"):
+        model = Model()
+        getattr(model.fc, register)(lambda *_: None)
+        refused(model, "fc: has a backward hook", "Remove it")
+
+
+def test_parameter_hooks() -> None:
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        model = Model()
+        getattr(model.fc.weight, register)(lambda *_: None)
+        refused(model, "fc.weight: has a gradient hook", "between step() and the optimizer")
+
+
+def test_tensor_hook_in_forward() -> None:
+    def between(out):
+        out.register_hook(lambda g: g * 0)
+        return out
+
+    refused(Model(between), "Model (", HERE, "gradient hook on a tensor")
+
+
+def test_sparse_embedding() -> None:
+    refused(
+        nn.Sequential(nn.Embedding(5, 4, sparse=True)), "0: has sparse=True", args=(torch.zeros(6, dtype=torch.long),)
+    )
+    table = torch.randn(4, 4)
+
+    class Lookup(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(table)
+
+        def forward(self, ids):
+            return F.embedding(ids, self.table, sparse=True).sum()
+
+    refused(Lookup(), "Lookup (", HERE, "sparse=False", args=(torch.zeros(6, dtype=torch.long),))
+
+
+def test_sync_batch_norm() -> None:
+    refused(Model(inner=nn.SyncBatchNorm(4)), "inner: is a SyncBatchNorm", "nn.BatchNorm")
+
+
+def test_reentrant_checkpoint() -> None:
+    def between(out):
+        return torch.utils.checkpoint.checkpoint(torch.sin, out, use_reentrant=True)
+
+    refused(Model(between), "Model (", HERE, "reentrant checkpointing", "use_reentrant=False")
+
+
+def test_autocast_around() -> None:
+    with torch.autocast("cpu"):
+        refused(Model(), "autocast: is on around capture")
+
+
+def test_autocast_inside() -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return self.fc(x)
+
+    refused(Model(inner=Half()), "inner.fc (", HERE, "autocast('cpu', torch.bfloat16)")
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+def test_wrapped_models() -> None:
+    refused(torch.compile(Model()), "OptimizedModule: is wrapped by torch.compile", "plain model")
+    refused(nn.DataParallel(Model()), "is wrapped by DataParallel")
+    refused(torch.jit.trace(nn.Linear(4, 4), X), "is wrapped by TorchScript")
+    model = Model()
+    model.fc.compile()
+    refused(model, "fc: was compiled by .compile()")
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield torch.distributed.init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+def test_distributed_models(one_rank) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import distribute_module
+
+    refused(nn.parallel.DistributedDataParallel(Model()), "is wrapped by DistributedDataParallel")
+    refused(fully_shard(Model(), mesh=one_rank), "is wrapped by FSDP2")
+    refused(distribute_module(Model(), one_rank), "fc.weight: is a DTensor")
+
+
+def test_lazy_module() -> None:
+    refused(Model(inner=nn.LazyLinear(4)), "inner.weight: is not initialised yet", "forward pass first")
+
+
+def test_data_dependent_branch() -> None:
+    def between(out):
+        return out * 2 if out.mean() > 0 else out
+
+    message = refused(Model(between), HERE, "depends on the values of tensors", "torch.where")
+    line = int(message.partition(HERE + ":")[2].partition(")")[0])
+    assert Path(__file__).read_text().splitlines()[line - 1].strip().startswith("return out * 2 if")
+
+
+def test_data_dependent_shape_and_number() -> None:
+    refused(Model(lambda out: out[out > 0]), HERE, "depends on the values of tensors")
+    refused(Model(lambda out: out * out.max().item()), HERE, "depends on the values of tensors")
+    refused(Model(lambda out: out * out.tolist()[0][0]), HERE, "depends on the values of tensors")
+
+
+@pytest.mark.parametrize(
+    ("between", "op"),
+    [
+        (nn.Dropout(0.5), "dropout draws random numbers (p=0.5)"),
+        (lambda out: out + torch.rand(4), "rand draws random numbers"),
+        (lambda out: out * torch.bernoulli(torch.full_like(out, 0.5)), "bernoulli draws"),
+        (lambda out: out[:, torch.randperm(4)], "randperm draws"),
+        (lambda out: out + torch.empty_like(out).normal_(), "normal_ draws"),
+        (lambda out: F.rrelu(out, training=True), "rrelu draws"),
+    ],
+)
+def test_random_ops(between, op: str) -> None:
+    refused(Model(between), op, "eval()")
+
+
+def test_random_ops_that_do_nothing() -> None:
+    model = Model(inner=nn.Sequential(nn.Dropout(0.0), nn.RReLU())).eval()
+    assert capture(model, (X,)).checked == "equal"
+    assert capture(Model(inner=nn.Dropout(0.0)), (X,)).checked == "equal"
+
+    def unused(out):
+        torch.rand(3)
+        return out
+
+    assert capture(Model(unused), (X,)).checked == "equal"
+
+
+def test_nothing_to_train() -> None:
+    refused(Model().requires_grad_(False), "loss depends on no parameter that requires a gradient", "eval()")
+    refused(Model(torch.detach), "loss depends on no parameter")
+
+
+def test_no_loss() -> None:
+    refused(nn.Linear(4, 4), "Linear: returns no loss (a Tensor without .loss)", "loss=")
+    refused(nn.Linear(4, 4), "loss: is torch.float32 of shape (6, 4)", loss=lambda out: out)
+    refused(nn.Linear(4, 4), "loss: is float (", loss=lambda out: 1.0)
+    refused(Model(), "loss: is torch.int64 of shape ()", loss=lambda out: out.long())
+
+
+def test_complex_parameter() -> None:
+    model = Model()
+    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    refused(model, "phase: is complex")
+
+
+def test_gradients_outside_parameters() -> None:
+    model = Model()
+    model.register_buffer("scale", torch.ones(4, requires_grad=True))
+    refused(model, "scale: is a buffer that requires a gradient")
+
+    class Attribute(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.scale = nn.Linear(4, 4), torch.ones(4, requires_grad=True)
+
+        def forward(self, x):
+            return (self.fc(x) * self.scale).mean()
+
+    refused(Attribute(), "scale", "nn.Parameter")
+
+
+def test_spread_over_devices() -> None:
+    model = Model()
+    model.fc.bias = nn.Parameter(torch.zeros(4, device="meta"))
+    refused(model, "spread over devices cpu, meta")
+
+
+def test_gradients_switched_on_or_written_under_no_grad() -> None:
+    def switched_on(out):
+        with torch.no_grad():
+            out = out * 2
+            with torch.enable_grad():
+                return out * 3
+
+    def written(out):
+        out = out * 1.0
+        with torch.no_grad():
+            out.mul_(2)
+        return out
+
+    refused(Model(written), HERE, "changes in place, under no_grad")
+    refused(Model(switched_on), "no_grad")
+
+
+def test_inference_mode() -> None:
+    def between(out):
+        with torch.inference_mode():
+            target = out * 2
+        return out + target
+
+    refused(Model(between), "Model (", HERE, "inference_mode", "no_grad")
+
+
+def test_vmap_and_sparse() -> None:
+    refused(Model(torch.func.vmap(torch.sin)), "Model (", HERE, "only plain ops")
+    refused(Model(lambda out: out.to_sparse().to_dense()), "Model (", HERE, "sparse")
+
+
+def test_control_flow_operator() -> None:
+    def between(out):
+        return torch.cond(out.sum() > 0, lambda a: a * 2, lambda a: a * 3, (out,))
+
+    refused(Model(between), "cond")
+
+
+def test_a_model_that_fails_by_itself() -> None:
+    refused(
+        Model(lambda out: out @ torch.ones(5, 5)), "Model (", HERE, "cannot be captured at batch size 6 (RuntimeError"
+    )
+
+
+def test_other_ops_at_another_batch_size() -> None:
+    def between(out):
+        return sum(out[i] for i in range(out.shape[0]))
+
+    refused(Model(between), "Model (", HERE, "other ops at batch size 6", "batch_dims")
+
+
+def test_state_kept_in_python_is_found_by_the_comparison() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.calls = nn.Linear(4, 4), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return self.fc(x).mean() * self.calls
+
+    refused(Counts(), "a second run of the model: differs from eager")
+    with torch.device("meta"):
+        model = Counts()
+    assert capture(model, (X,)).hints == ("calls: changed by forward; the graph keeps what it computed at capture.",)
+
+
+def test_not_a_module() -> None:
+    refused(lambda x: x, "is a function (not a torch.nn.Module)")
+
+
+# -- the inputs --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("args", "options", "message"),
+    [
+        ((), {}, "inputs: missing a required argument: 'x'"),
+        ((3,), {}, "inputs: hold no tensor"),
+        ((torch.tensor(1.0),), {}, "none has a batch dim"),
+        ((torch.zeros(0, 4),), {}, "args[0]: has no rows"),
+        ((torch.zeros(6, 4, requires_grad=True),), {}, "args[0]: requires a gradient"),
+        ((object(),), {}, "args[0]: is a object"),
+        ((torch.zeros(6, 4).to_sparse(),), {}, "args[0]: is not a dense tensor"),
+        ((X,), {"batch_dims": {"x": 1}}, "batch_dims: 'x' has dim 1"),
+        ((X,), {"batch_dims": {"y": 0}}, "batch_dims: 'y' is no tensor input. Inputs are x"),
+        ((X,), {"batch_dims": {"x": None}}, "none has a batch dim"),
+        ((X,), {"global_batch": 0}, "global_batch: is 0"),
+        ((X,), {"global_batch": 2.5}, "global_batch: is 2.5"),
+    ],
+)
+def test_inputs(args, options, message: str) -> None:
+    with pytest.raises(AutoparError) as caught:
+        capture(Model(), args, **options)
+    assert message in str(caught.value)
+
+
+def test_refusals_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    refused(Model(lambda out: out * 2 if out.mean() > 0 else out))
+    captured = capfd.readouterr()
+    assert captured.out == "" and captured.err == ""
+
+
+def test_after_a_refusal_torch_is_as_before() -> None:
+    apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
+    refused(Model(Straight.apply))
+    assert vars(torch.autograd.Function)["apply"] is apply and torch.Tensor.register_hook is hook
+    model = Model()
+    captured = capture(model, (X,))
+    run_graph(captured.graph, (X,), captured.attributes)["outputs"][0].backward()
+    assert model.fc.weight.grad is not None

@@ -50,8 +50,6 @@ WORST = 16  # differences in a result
 TIMEOUT = 300.0  # seconds for one plan, capture in the ranks included
 GROUP_TIMEOUT = 240.0  # seconds that a rank waits for another
 
-Model = ModelSpec | Callable[[], Any]
-
 
 @dataclass(frozen=True)
 class VerifyResult:
@@ -68,7 +66,7 @@ class VerifyResult:
     limits: tuple[str, ...]
 
 
-def verify(model: Model, ranks: int, pins: Any = None, *, batch: int | None = None) -> VerifyResult:
+def verify(model: ModelSpec, ranks: int, pins: Any = None, *, batch: int | None = None) -> VerifyResult:
     """Compare one plan with one process; see `verify_many`. Raises AutoparError where the plan or model is refused.
 
     Example: ``verify(ModelSpec.parse("autopar.models.mlp:make"), 2, {"tp": 2}).ok``
@@ -80,12 +78,12 @@ def verify(model: Model, ranks: int, pins: Any = None, *, batch: int | None = No
 
 
 def verify_many(
-    model: Model, ranks: int, plans: Sequence[Pins], *, batch: int | None = None
+    model: ModelSpec, ranks: int, plans: Sequence[Pins], *, batch: int | None = None
 ) -> list[VerifyResult | AutoparError]:
     """Compare plans of one model with one process, in one launch of ``ranks`` local processes.
 
-    ``model``: a `ModelSpec`, or a factory that other processes can import; ``batch``: rows of the global batch. A plan
-    that is refused gives its AutoparError in place of a result; a model that is refused raises it.
+    ``batch``: rows of the global batch (default: those of the example). A plan that is refused gives its AutoparError
+    in place of a result; a model that is refused raises it.
     """
     started = time.perf_counter()
     subject = Subject.of(model, batch)
@@ -113,15 +111,11 @@ class Subject:
     inputs: tuple[Tensor, ...]
 
     @staticmethod
-    def of(model: Model, batch: int | None, *, check: bool = True) -> Subject:
+    def of(model: ModelSpec, batch: int | None, *, check: bool = True) -> Subject:
         """Build and capture the model, in train mode; ``check``: against eager."""
         torch.manual_seed(0)
         random.seed(0)
-        if isinstance(model, ModelSpec):
-            loaded = model.load()
-        else:
-            module, args, kwargs = model()
-            loaded = LoadedModel(module, args, kwargs, None)
+        loaded = model.load()
         loaded.model.train()
         captured = capture(loaded.model, loaded.args, loaded.kwargs, global_batch=batch, loss=loaded.loss, check=check)
         return Subject(loaded, captured, _rows(captured))
@@ -213,7 +207,9 @@ def three_steps(
 _subjects: dict[str, Subject] = {}
 
 
-def run_plan(rank: int, values: str, model: Model, batch: int | None, text: str) -> tuple[dict[str, Run], list[Tensor]]:
+def run_plan(
+    rank: int, values: str, model: ModelSpec, batch: int | None, text: str
+) -> tuple[dict[str, Run], list[Tensor]]:
     """What a rank does for one plan: both runs, which only rank 0 returns, and the losses. ``values``: a file with the
     parent's weights and inputs, which also names the model among those captured here."""
     if values not in _subjects:

@@ -144,7 +144,7 @@ class Program:
         hoisted: tuple[Tensor, ...] = ()
         if self.local.prologue is not None:
             with torch.no_grad():
-                hoisted = self.local.prologue(*fixed, *batch.whole)
+                hoisted, _ = self.local.prologue(*fixed, *batch.whole)
         made: list[tuple[Tensor, ...]] = []
         updates: tuple[Tensor, ...] = ()
         for m, rows in enumerate(self.rows):

@@ -106,7 +106,7 @@ def prologue(groups: dict[str, str]) -> fx.GraphModule:
     held = [graph.placeholder(f"p{i}") for i in range(len(FQNS) + 2 + 3)]
     total = graph.call_function(aten.sum.default, (held[-1],))
     start = graph.call_function(own.start_all_reduce.default, (total, groups["dp"], "none"))
-    graph.output((graph.call_function(own.wait_all_reduce.default, (start,)),))
+    graph.output(((graph.call_function(own.wait_all_reduce.default, (start,)),), ()))
     return fx.GraphModule(nn.Module(), graph)
 
 

@@ -83,7 +83,7 @@ class Parallel(nn.Module):
         given = self._given if mode else None
         prepared = prepare(captured, given.microbatches if given is not None else pins.microbatches)
         took["prepare"] = time.perf_counter() - started - sum(took.values())
-        plan = given if given is not None else counted(choose(prepared, pins, self._cluster), prepared)
+        plan = counted(choose(prepared, pins, self._cluster) if given is None else given, prepared)
         took["plan"] = time.perf_counter() - started - sum(took.values())
         self._captured[mode], self._plans[mode] = captured, replace(plan, timings=took)
         if size == plan.ranks:

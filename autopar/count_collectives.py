@@ -80,7 +80,10 @@ def count_collectives(local: Local, axis_of: Mapping[str, str]) -> tuple[Collect
 
 
 def counted(plan: Plan, prepared: Prepared) -> Plan:
-    """The plan with the collectives of its first rank's program filled in; needs no process group."""
+    """The plan with the collectives of its first rank's program filled in; needs no process group.
+
+    Raises AutoparError where the plan, made elsewhere or edited, does not fit the model.
+    """
     axes = {axis.name: axis.name for axis in plan.axes}
     local = lower(with_changes(apply(plan, prepared)), 0, axes)
     return replace(plan, predicted=replace(plan.predicted, collectives=count_collectives(local, axes)))

@@ -12,7 +12,9 @@ after:   %view   = reshape(%linear, [4, 16, 4, 32])
 
 from __future__ import annotations
 
+import keyword
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -48,8 +50,9 @@ def make_local(
     emitter = Emitter(mesh, coordinates, groups)
     known = {("get_attr", str(n.target)): n for n in gm.graph.nodes if n.op == "get_attr"}
     known |= {("placeholder", n.name): n for n in gm.graph.nodes if n.op == "placeholder"}
+    words: set[str] = set()
     for kind, name in signature:
-        local = emitter.graph.placeholder(name.replace(".", "_"))
+        local = emitter.graph.placeholder(_word(name, words))
         if kind == "microbatch":
             local.meta["val"] = 0
             emitter.microbatch = local
@@ -75,6 +78,17 @@ def make_local(
         if node.op == "call_function" and not node.users:
             emitter.graph.erase_node(node)
     return fx.GraphModule(torch.nn.Module(), emitter.graph)
+
+
+def _word(name: str, taken: set[str]) -> str:
+    """``name`` as a Python name of its own: ``0.weight`` -> ``_0_weight``."""
+    word = re.sub(r"\W", "_", name)
+    if not word.isidentifier() or keyword.iskeyword(word):
+        word = f"_{word}"
+    while word in taken:
+        word += "_"
+    taken.add(word)
+    return word
 
 
 def _lower(node: fx.Node, emitter: Emitter) -> fx.Node:

@@ -5,12 +5,15 @@ import re
 import sys
 
 import pytest
+import torch
+from torch import nn
 
+import autopar
 from autopar.cli import main
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.pins import Pins, resolve
-from autopar.plan import ModelId, Plan
+from autopar.plan import ModelId, Plan, from_json
 
 MLP = "autopar.models.mlp:make"
 MODELS = {
@@ -48,6 +51,37 @@ MODELS = {
         def other(): return "layer", (), {}
         """,
     "empty.py": "x = 1\n",
+    "refused.py": """
+        import torch
+        from torch import nn
+
+        class Net(nn.Module):
+            def __init__(self, between, width=4):
+                super().__init__()
+                self.fc, self.between = nn.Linear(width, width), between
+            def forward(self, x):
+                return self.between(self.fc(x)).pow(2).mean()
+
+        def make(between=None, width=4):
+            return Net(between or nn.Identity(), width), (torch.ones(6, width),), {}
+        def branch(): return make(lambda x: x if x.sum() > 0 else -x)
+        def dropout(): return make(nn.Dropout(0.1))
+        def norm(): return make(nn.BatchNorm1d(4))
+        def hook():
+            made = make()
+            made[0].fc.register_full_backward_hook(print)
+            return made
+        def wrapped(): return nn.DataParallel(make()[0]), (torch.ones(6, 4),), {}
+        def frozen():
+            made = make()
+            made[0].requires_grad_(False)
+            return made
+        def shape(): return make(lambda x: x @ torch.ones(7, 7))
+        def no_loss(): return nn.Linear(4, 4), (torch.ones(6, 4),), {}
+        def no_tensor(): return make()[0], (3,), {}
+        def keyword(): return make()[0], (torch.ones(6, 4),), {"y": 2}
+        def nothing(*outputs): return None
+        """,
 }
 
 
@@ -163,6 +197,28 @@ COMMANDS = {
     "kwargs that are none": ("plan returns.py:kwargs", "kwargs are no dict"),
     "a model that is no module": ("plan returns.py:other", "first value is a str, not an nn.Module"),
     "a misspelt loss": ("plan good.py:make --loss good.py:lsos", "--loss good.py:lsos: good.py has no 'lsos'"),
+    "a branch on values": (
+        "plan refused.py:branch",
+        r"refused.py:14\): what runs here depends on the values of tensors",
+    ),
+    "dropout": ("plan refused.py:dropout", r"between \(.*refused.py:10\): dropout draws random numbers"),
+    "a backward hook": ("plan refused.py:hook", "fc: has a backward hook"),
+    "a model that is wrapped": ("plan refused.py:wrapped", "is wrapped by DataParallel"),
+    "a model without gradient": ("plan refused.py:frozen", "depends on no parameter that requires a gradient"),
+    "a model that raises": ("plan refused.py:shape", r"refused.py:26\): cannot be captured at batch size"),
+    "a model without loss": ("plan refused.py:no_loss", "returns no loss"),
+    "a loss that is none": ("plan refused.py:no_loss --loss refused.py:nothing", "returns no loss"),
+    "inputs without tensor": ("plan refused.py:no_tensor", "inputs: hold no tensor"),
+    "an input that forward does not take": ("plan refused.py:keyword", "got an unexpected keyword argument 'y'"),
+    "rows that dp does not divide": ("plan refused.py:make --ranks 4", "dp=4 does not divide the batch of 6 rows"),
+    "tp that divides nothing": (
+        "plan refused.py:make --set width=5 --ranks 2 --pin tp=2",
+        r"tp=2 divides no matmul, .* of this model \(fc \(linear",
+    ),
+    "batch statistics in microbatches": (
+        "plan refused.py:norm --ranks 1 --global-batch 6 --pin microbatches=2",
+        "needs the whole batch at once, so it cannot run in microbatches",
+    ),
     # clusters
     "a misspelt cluster": (
         "plan good.py:make --cluster h100-dxg",
@@ -214,11 +270,62 @@ def test_command(kind, folder, capsys):
     assert expected in line or re.search(expected, line), line
 
 
+def _net(width=4):
+    return nn.Sequential(nn.Linear(width, width), nn.Flatten(0), nn.LogSoftmax(0))
+
+
+def _loss(outputs):
+    return outputs.sum()
+
+
+def _compile(width=4, cluster=None, **options):
+    """A parallel model on one rank, planned and with its program."""
+    cluster = cluster or Cluster.local(ranks=1)
+    return autopar.compile(_net(width), cluster, args=(torch.ones(6, width),), loss=_loss, **options)
+
+
+def _edited(change):
+    """The plan of a model for two ranks, edited by hand, given for the same model."""
+    data = _compile(cluster=Cluster.local(ranks=2), pins={"dp": 2}).plan.to_json()
+    change(data)
+    return _compile(cluster=Cluster.local(ranks=2), plan=from_json(data))
+
+
+def _step(*args, **kwargs):
+    return _compile().step(*args, **kwargs)
+
+
 CALLS = {
     "pins of the wrong type": (lambda: Pins.parse({"tp": 2.5}), "pin tp=2.5: not a legal value"),
     "pins that do not fit": (lambda: resolve(Pins.parse({"tp": 5}), 4), "tp=5 does not divide 4 ranks"),
     "a cluster that is a number": (lambda: Cluster.of(4), "a int is no cluster"),
     "a local cluster of no ranks": (lambda: Cluster.local(ranks=0), "ranks=0"),
+    "a model that is a class": (lambda: autopar.compile(nn.Linear, "local"), "model is a type, not an nn.Module"),
+    "a cluster name": (lambda: autopar.compile(_net(), "h100"), "cluster h100: unknown, did you mean 'h100-dgx'"),
+    "a misspelt pin": (lambda: autopar.compile(_net(), "local", pins={"tpp": 2}), "unknown key 'tpp'"),
+    "inputs of another kind": (lambda: autopar.compile(_net(), "local", inputs="mine"), "inputs='mine' is not known"),
+    "no such plan": (lambda: autopar.compile(_net(), "local", plan="nowhere.json"), "plan: no such file: nowhere.json"),
+    "a plan of another model": (lambda: _compile(plan=_compile(width=8).plan), "was made for another model"),
+    "a plan with an illegal choice": (
+        lambda: _edited(lambda p: p["classes"][0]["ops"][0].update(choices=["factor:nowhere"])),
+        "$.classes[0].ops[0].choices: ['factor:nowhere'] is not legal for aten.linear.default",
+    ),
+    "a plan with an illegal layout": (
+        lambda: _edited(lambda p: p["parameters"]["0.bias"].update(rest="S3")),
+        """$.parameters["0.bias"].rest: 'S3' is not legal. Legal: R, I, P, S0""",
+    ),
+    "a plan before there is one": (lambda: autopar.compile(_net(), "local").plan, "not captured yet"),
+    "ranks that do not run": (
+        lambda: _compile(cluster=Cluster.local(ranks=2)).step(torch.ones(6, 4)),
+        "needs 2 processes",
+    ),
+    "an input of another shape": (lambda: _step(torch.ones(6, 5)), "has shape (6, 5), the captured graph takes (6, 4)"),
+    "a batch of another size": (lambda: _step(torch.ones(4, 4)), "has shape (4, 4), the captured graph takes (6, 4)"),
+    "an input of another dtype": (lambda: _step(torch.ones(6, 4, dtype=torch.int64)), "has dtype torch.int64"),
+    "no input": (lambda: _step(), "missing a required argument"),
+    "an input too many": (lambda: _step(torch.ones(6, 4), torch.ones(6, 4)), "too many positional arguments"),
+    "a step in eval mode": (lambda: _compile().train(False).step(torch.ones(6, 4)), "step: the model is in eval mode"),
+    "a number for an input": (lambda: _step(3), "at capture it was a tensor"),
 }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +121,7 @@ def _parameters(plan: Plan) -> Section:
     """Parameters of repeated layers that are treated alike are one row."""
     folded: dict[tuple[str, Row], list[str]] = {}
     for fqn, parameter in plan.parameters.items():
-        folded.setdefault((re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn), _treatment(parameter)), []).append(fqn)
+        folded.setdefault((_pattern(fqn), _treatment(parameter)), []).append(fqn)
     rows = tuple((_fold(fqns), *row) for (_, row), fqns in folded.items())
     axes = " ".join(a.name for a in plan.axes)
     note = f"Layouts: a word an axis ({axes}). S<dim> shard, R replicated, I invariant, P partial." if plan.axes else ""
@@ -181,12 +181,37 @@ def _divided(plan: Plan) -> Section:
 
 
 def _whole(plan: Plan) -> Section:
-    """Ops that an axis does not divide; those of repeated layers with one reason are one row."""
+    """Modules whose ops a tensor axis does not divide; repeated layers left whole for one reason are one row."""
+    left = [(w.axis, w.fqn, _short(w.op), w.why) for w in plan.predicted.whole]
+    for axis, fqn, ops in _undivided(plan):
+        left.append((axis, fqn, ops, "no matmul, attention or convolution: every rank does it"))
     folded: dict[tuple[str, ...], list[str]] = {}
-    for op in plan.predicted.whole:
-        folded.setdefault((op.axis, re.sub(r"(?<![^.])\d+(?![^.])", "*", op.fqn), op.op, op.why), []).append(op.fqn)
-    rows = tuple((axis, _fold(fqns), op, why) for (axis, _, op, why), fqns in folded.items())
-    return Section("What stays whole", rows, ("axis", "module", "op", "why"))
+    for axis, fqn, op, why in left:
+        folded.setdefault((axis, _pattern(fqn), op, why), []).append(fqn)
+    rows = tuple((axis, _fold(fqns) or "(model)", op, why) for (axis, _, op, why), fqns in folded.items())
+    return Section("What stays whole", rows, ("axis", "module", "ops", "why"))
+
+
+def _undivided(plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """(axis, module, ops) of what every rank of a tensor axis does alike, beyond the ops that `Predicted` names."""
+    told = {(w.axis, w.fqn, w.op) for w in plan.predicted.whole}
+    for a, axis in enumerate(plan.axes):
+        found: dict[str, list[str]] = {}
+        for op in (op for group in plan.classes for op in group.ops if "tp" in axis.display):
+            if op.choices[a] in ("I", "R") and (axis.name, op.fqn, op.op) not in told:
+                found.setdefault(op.fqn, []).append(_short(op.op))
+        for fqn, ops in found.items():
+            yield axis.name, fqn, ", ".join(dict.fromkeys(ops))
+
+
+def _short(op: str) -> str:
+    """``aten.layer_norm.default`` -> ``layer_norm``."""
+    return op.split(".")[1] if op.count(".") else op
+
+
+def _pattern(fqn: str) -> str:
+    """The name with every layer number replaced, so that repeated layers look alike."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", fqn)
 
 
 def _collectives(plan: Plan) -> Section:

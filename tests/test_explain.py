@@ -9,10 +9,12 @@ from autopar.plan import (
     ClusterId,
     Collective,
     ModelId,
+    Op,
     Padding,
     Parameter,
     Plan,
     PlanAxis,
+    PlanClass,
     Predicted,
     Proof,
     Share,
@@ -24,11 +26,17 @@ def _plan():
     column = Parameter((16, 8), "S0 S0", "R S0", "use", "microbatch")
     norm = Parameter((8,), "S0 I", "R I", "use", "microbatch")
     layers = {f"h.{i}.{name}": p for i in range(12) for name, p in (("fc.weight", column), ("ln.weight", norm))}
+    ops = tuple(
+        Op(2 * i + j, f"aten.{op}.default", f"h.{i}.{name}", ("factor:b", choice))
+        for i in range(12)
+        for j, (op, name, choice) in enumerate((("linear", "fc", "I"), ("layer_norm", "ln", "I")))
+    )
     return Plan(
         ModelId("sha256:0123456789abcdef", "GPT", checked=True),
         ClusterId(ranks_per_node=4),
         axes=(PlanAxis("dp", 2, "host", 2, ("dp_shard",)), PlanAxis("tp", 2, "host", 1, ("tp",))),
         mesh={"dp_shard": 2, "tp": 2},
+        classes=(PlanClass("", ops),),
         batch=8,
         parameters=layers | {"head.weight": replace(column, trainable=False, reduce="never", dtype="bf16")},
         padding=(Padding("wte.weight", 0, 65, 66),),
@@ -38,7 +46,7 @@ def _plan():
                 Collective("all_gather", "dp", 25, 1 << 20),
             ),
             divided={"tp": Share(0.49, 0.48)},
-            whole=tuple(Whole("tp", f"h.{i}.ln", "aten.layer_norm.default", "norms do not split") for i in range(12)),
+            whole=tuple(Whole("tp", f"h.{i}.fc", "aten.linear.default", "9 does not divide") for i in range(12)),
             fallback=("aten.cumsum.default",),
         ),
         relaxations={"dropout": "per-rank"},
@@ -69,8 +77,9 @@ axis   FLOPs   parameter bytes   saved bytes   ideal
 tp     0.490   0.480                           0.500
 
 What stays whole
-axis   module      op                        why
-tp     h.{0-11}.ln aten.layer_norm.default   norms do not split
+axis   module      ops                       why
+tp     h.{0-11}.fc linear                    9 does not divide
+tp     h.{0-11}.ln layer_norm                no matmul, attention or convolution: every rank does it
 
 Collectives a step
 kind         axis   phase     count   bytes

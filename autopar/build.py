@@ -164,8 +164,8 @@ def apply(plan: Plan, prepared: Prepared) -> Lowerable:
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), made.order, (), (made.results[index],)))
     prologue = None
     if prepared.prologue is not None:
-        batch_inputs = frozenset(i.name for i in captured.inputs if i.batch)
-        prologue = complete_prologue(copy_graph(prepared.prologue), mesh, batch_inputs)
+        inputs = {n.name: _leaf_layout(n) for n in gm.graph.nodes if n.op == "placeholder"}
+        prologue = complete_prologue(copy_graph(prepared.prologue), mesh, inputs)
     used = {str(n.target) for g in (gm, prologue) if g is not None for n in g.graph.nodes if n.op == "get_attr"}
     return Lowerable(
         body=gm,

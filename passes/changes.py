@@ -102,10 +102,15 @@ def path(source: Layout, target: Layout, v: Value, mesh: Mesh) -> tuple[Step, ..
     source, target = settle(source, v, mesh), settle(target, v, mesh)
     if source == target:
         return ()
-    wanted = frozenset(
-        (d, split.parts) for layout in (source, target) for d, split in enumerate(layout.dims) if split.axes
+    cuts = frozenset((d, split.parts) for x in (source, target) for d, split in enumerate(x.dims) if split.parts)
+    uneven = frozenset(
+        (d, Split(split.axes[:n], split.parts))
+        for x in (source, target)
+        if not x.is_even(v.shape, mesh)
+        for d, split in enumerate(x.dims)
+        for n in range(1, len(split.axes) + 1)
     )
-    allowed = {(d, s) for layout in (source, target) for d, s in enumerate(layout.dims)}
+    sums = v.dtype.is_floating_point or v.dtype.is_complex or "P" in source.kinds + target.kinds
     best: dict[Layout, float] = {source: 0.0}
     came: dict[Layout, Step] = {}
     heap: list[tuple[float, int, Layout]] = [(0.0, 0, source)]
@@ -120,17 +125,36 @@ def path(source: Layout, target: Layout, v: Value, mesh: Mesh) -> tuple[Step, ..
             return tuple(reversed(steps))
         if cost > best[here]:
             continue
-        for step in moves(here, wanted, v, mesh):
-            there = settle(step.target, v, mesh)
-            if not _legal(there, v, mesh, allowed):
-                continue
-            new = cost + price(step, v, mesh)
-            if new < best.get(there, math.inf):
-                best[there] = new
-                came[there] = Step(step.row, step.axis, here, there)
+        for step, more in _edges(here, cuts, uneven, sums, v, mesh):
+            if cost + more < best.get(step.target, math.inf):
+                best[step.target] = cost + more
+                came[step.target] = step
                 count += 1
-                heapq.heappush(heap, (new, count, there))
+                heapq.heappush(heap, (cost + more, count, step.target))
     return None
+
+
+@lru_cache(maxsize=1 << 17)
+def _edges(
+    layout: Layout,
+    cuts: frozenset[tuple[int, tuple[int, ...]]],
+    uneven: frozenset[tuple[int, Split]],
+    sums: bool,
+    v: Value,
+    mesh: Mesh,
+) -> tuple[tuple[Step, float], ...]:
+    """The legal moves from ``layout`` with their prices. Cuts are even, or an uneven one that a parameter at rest has,
+    from outside in; tensors that cannot be added (``sums``) are never partial."""
+    found = []
+    wanted = cuts | {(d, ()) for d in range(len(v.shape))}
+    for step in moves(layout, wanted, v, mesh):
+        there = settle(step.target, v, mesh)
+        even = there.is_even(v.shape, mesh) or all(
+            (d, s) in uneven or Layout("", (s,)).is_even((v.shape[d],), mesh) for d, s in enumerate(there.dims)
+        )
+        if even and (sums or "P" not in there.kinds):
+            found.append((Step(step.row, step.axis, layout, there), price(step, v, mesh)))
+    return tuple(found)
 
 
 @lru_cache(maxsize=1 << 17)
@@ -146,10 +170,3 @@ def settle(layout: Layout, v: Value, mesh: Mesh) -> Layout:
         return layout
     kinds = "".join("I" if k == "R" and not mesh.axes[a].is_time else k for a, k in enumerate(layout.kinds))
     return Layout(kinds, layout.dims)
-
-
-def _legal(layout: Layout, v: Value, mesh: Mesh, allowed: set[tuple[int, Split]]) -> bool:
-    """Cuts on the way are even; an uneven one (a parameter at rest) is legal only as source or target has it."""
-    return layout.is_even(v.shape, mesh) or all(
-        (d, s) in allowed or Layout("", (s,)).is_even((v.shape[d],), mesh) for d, s in enumerate(layout.dims)
-    )

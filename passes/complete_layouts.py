@@ -8,6 +8,7 @@ what comes out.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -101,16 +102,17 @@ def _outermost(layout: Layout, axis: int, mesh: Mesh) -> Layout:
     return layout
 
 
-def complete_prologue(gm: fx.GraphModule, mesh: Mesh, batch_inputs: frozenset[str]) -> fx.GraphModule:
-    """Strategies for what is computed once a step: the batch is followed over dp, all else is invariant. Rows stand in
-    (microbatch, dp) order, so nothing here may depend on the order of rows; results leave invariant."""
+def complete_prologue(gm: fx.GraphModule, mesh: Mesh, inputs: Mapping[str, Layout]) -> fx.GraphModule:
+    """Strategies for what is computed once a step. ``inputs``: how the body reads each placeholder; the prologue has the
+    rows of all microbatches in (microbatch, rank) order, so nothing here may depend on the order of rows. What arrives
+    cut is followed, results leave invariant."""
     state = Completion(gm, mesh)
-    for axis, a in enumerate(mesh.axes):
-        if a.name == "dp":
-            for node in state.leaves:
-                if node.op == "placeholder" and node.name in batch_inputs:
-                    state.leaves[node] = state.leaves[node].with_shard(axis, 0)
-            follow(state, axis)
+    for node in state.leaves:
+        if node.op == "placeholder":
+            layout = inputs[node.name]
+            state.leaves[node] = layout if mesh.time is None else layout.with_kind(mesh.time, "R")
+    for axis in mesh.space:
+        follow(state, axis)
     record(state, 0)
     return gm
 

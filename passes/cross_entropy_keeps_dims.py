@@ -164,4 +164,4 @@ def _probabilities(graph: fx.Graph, node: fx.Node) -> fx.Node:
     logits = given["self"].meta["val"]
     rows = logits.numel() // logits.shape[_class_dim(given["self"])]
     total = call(graph, aten.cross_entropy_loss.default, args, like=node)
-    return call(graph, aten.div.Tensor, (total, rows), like=node)
+    return total if rows == 1 else call(graph, aten.div.Tensor, (total, rows), like=node)

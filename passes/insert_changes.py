@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from autopar.errors import AutoparError
 from autopar.passes.changes import Step, cost, path, price, settle
 from autopar.passes.facts import KEY, Fact, Strategy, fact, is_tensor, operand_nodes, value
-from autopar.passes.layout import Layout, Mesh
+from autopar.passes.layout import WHOLE, Layout, Mesh
 
 
 def change(x: torch.Tensor, source: str, target: str) -> torch.Tensor:
@@ -103,7 +103,7 @@ def output_layouts(output: fx.Node, mesh: Mesh) -> list[tuple[fx.Node, Layout]]:
         assert isinstance(node, fx.Node)
         layout = produced_layout(node)
         if output.meta.get("prologue"):
-            layout = Layout.uniform("I", len(mesh.axes), len(value(node).shape))
+            layout = _whole(mesh, len(value(node).shape))
         elif node is loss and value(node).shape == ():
             kinds = "".join("P" if a.is_time else "I" for a in mesh.axes)
             layout = Layout(kinds, ())
@@ -112,9 +112,14 @@ def output_layouts(output: fx.Node, mesh: Mesh) -> list[tuple[fx.Node, Layout]]:
     assert isinstance(buffers, dict)
     for node in buffers.values():
         assert isinstance(node, fx.Node)
-        kinds = "".join("R" if a.is_time else "I" for a in mesh.axes)
-        wanted.append((node, Layout(kinds, Layout.uniform("I", 0, len(value(node).shape)).dims)))
+        wanted.append((node, _whole(mesh, len(value(node).shape))))
     return wanted
+
+
+def _whole(mesh: Mesh, ndim: int) -> Layout:
+    """Invariant over ranks, the same in every microbatch."""
+    kinds = "".join("R" if a.is_time else "I" for a in mesh.axes)
+    return Layout(kinds, (WHOLE,) * ndim)
 
 
 def is_getitem(node: fx.Node) -> bool:

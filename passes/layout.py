@@ -114,6 +114,15 @@ class Layout:
     kinds: str
     dims: tuple[Split, ...]
 
+    def __hash__(self) -> int:
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = hash((self.kinds, self.dims))
+        return int(found)
+
+    def __reduce__(self) -> tuple[type[Layout], tuple[str, tuple[Split, ...]]]:
+        return Layout, (self.kinds, self.dims)  # a hash holds in one process only
+
     @staticmethod
     def uniform(kind: str, axes: int, ndim: int) -> Layout:
         """``I``, ``R`` or ``P`` on every axis."""

@@ -89,7 +89,10 @@ class _Builder:
     def mean(self, x: fx.Node, dims: list[int] | None, keepdim: bool, dtype: torch.dtype | None = None) -> fx.Node:
         shape = x.meta["val"].shape
         count = math.prod(shape if dims is None else (shape[d] for d in dims))
-        return self(aten.div.Tensor, self.sum(x, dims, keepdim, dtype), count)
+        return self.over(self.sum(x, dims, keepdim, dtype), count)
+
+    def over(self, total: fx.Node, count: int) -> fx.Node:
+        return total if count == 1 else self(aten.div.Tensor, total, count)
 
 
 def arguments(node: fx.Node) -> dict[str, Any]:
@@ -140,7 +143,7 @@ def _variance(make: _Builder) -> None:
     count = math.prod(x.meta["val"].shape[d] for d in dims)
     squares = make(aten.pow.Tensor_Scalar, centred, 2)
     degrees = max(count - correction, 0)
-    var = make(aten.div.Tensor, make.sum(squares, dims, keepdim), degrees)
+    var = make.over(make.sum(squares, dims, keepdim), degrees)
     if isinstance(make.node.meta["val"], torch.Tensor):
         make.replace(var)
         return
@@ -168,7 +171,7 @@ def _loss(make: _Builder) -> None:
     each = _elementwise(make)
     total = make.sum(each, None, False)
     if make.given["reduction"] == MEAN:
-        total = make(aten.div.Tensor, total, each.meta["val"].numel())
+        total = make.over(total, each.meta["val"].numel())
     make.replace(total)
 
 

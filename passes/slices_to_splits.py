@@ -23,7 +23,7 @@ def slices_to_splits(gm: fx.GraphModule) -> fx.GraphModule:
         q = s[0]; k = s[1]``
     """
     graph = gm.graph
-    for source in list(graph.nodes):
+    for source in graph.nodes:  # new pieces come after what they are split from, and are looked at in turn
         for dim, siblings in tilings(source).items():
             _split(graph, source, dim, siblings)
     graph.lint()

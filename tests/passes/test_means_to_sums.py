@@ -34,6 +34,7 @@ BODIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "var": lambda h, y: h.var().log() + h.var(1, unbiased=False).sum() + h.var((0, 1), correction=3).sum(),
     "var_mean": lambda h, y: sum(t.square().sum() for t in torch.var_mean(h, -1)) + torch.var_mean(h, 1)[1].sum(),
     "pool": lambda h, y: F.adaptive_avg_pool2d(h, 1).square().sum() + F.adaptive_avg_pool2d(h, 2).sum(),
+    "of_one": lambda h, y: h[:1, :, :1].mean((0, 2)).sum() + F.adaptive_avg_pool2d(h[:, :1, :1], 1).sum(),
     "mse": lambda h, y: F.mse_loss(h, y) + 2 * F.mse_loss(h, y, reduction="sum") + (h - y).square().mean(),
     "l1": lambda h, y: F.l1_loss(h, y) + F.smooth_l1_loss(h, y, beta=0.5) + F.huber_loss(h, y, reduction="sum"),
     "bce": lambda h, y: F.binary_cross_entropy_with_logits(h, y.sigmoid(), y.exp(), pos_weight=y[0].exp()),

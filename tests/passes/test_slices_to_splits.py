@@ -34,6 +34,18 @@ def test_text_spec_numbers(tools: Any) -> None:
     tools.same_numbers(gm, after, (x,))
 
 
+def test_pieces_are_split_again(tools: Any) -> None:
+    class Rotary(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            turned, passed = x[:, :4], x[:, 4:]
+            return (torch.cat((-turned[:, 2:], turned[:, :2]), -1) * passed).sum()
+
+    gm = slices_to_splits(run(tools.export(Rotary(), (torch.randn(2, 8),)), BEFORE))
+    check(gm, "slices_to_splits")
+    splits = [n for n in gm.graph.nodes if n.target is aten.split_with_sizes.default]
+    assert [n.args[1] for n in splits] == [[4, 4], [2, 2]]
+
+
 def test_gaps_overlaps_and_steps_stay(tools: Any) -> None:
     class Loose(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cached_property
@@ -78,23 +79,30 @@ def verify(model: ModelSpec, ranks: int, pins: Any = None, *, batch: int | None 
 
 
 def verify_many(
-    model: ModelSpec, ranks: int, plans: Sequence[Pins], *, batch: int | None = None
+    model: ModelSpec,
+    ranks: int,
+    plans: Sequence[Pins],
+    *,
+    batch: int | None = None,
+    pool: RankPool | None = None,
 ) -> list[VerifyResult | AutoparError]:
     """Compare plans of one model with one process, in one launch of ``ranks`` local processes.
 
-    ``batch``: rows of the global batch (default: those of the example). A plan that is refused gives its AutoparError
-    in place of a result; a model that is refused raises it.
+    ``batch``: rows of the global batch (default: those of the example). ``pool``: ranks that are running, to be kept
+    for further models. A plan that is refused gives its AutoparError in place of a result; a model that is refused
+    raises it.
     """
     started = time.perf_counter()
     subject = Subject.of(model, batch)
     results: list[VerifyResult | AutoparError] = []
-    with tempfile.TemporaryDirectory(prefix="autopar-verify-") as folder, RankPool(ranks, timeout=TIMEOUT) as pool:
-        values = str(Path(folder) / "values.pt")
+    with ExitStack() as stack:
+        values = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-verify-"))) / "values.pt"
         torch.save((subject.captured.attributes, subject.inputs), values)
+        pool = pool or stack.enter_context(RankPool(ranks, timeout=TIMEOUT))
         for pins in plans:
             try:
                 plan = _plan(subject, pins, ranks)
-                every = pool.run(run_plan, values, model, batch, plan.dumps())
+                every = pool.run(run_plan, str(values), model, batch, plan.dumps())
                 results.append(_compare(subject, plan, every, started))
             except AutoparError as error:
                 results.append(error)

@@ -1,4 +1,4 @@
-"""The demo: a small GPT learns Python from the standard library's own sources, on every rank that torchrun starts.
+"""The demo: a small GPT learns Python from the standard library's own sources, on the 4 ranks that torchrun starts.
 
 ``torchrun --standalone --nproc-per-node 4 -m autopar.demo`` trains with ``dp=2 tp=2``, prints the plan, then trains
 the same model on the same batches again in one process and prints the largest difference of the two loss curves.
@@ -32,7 +32,7 @@ RATE = 1e-3  # learning rate of AdamW, reached after WARMUP steps; without them 
 WARMUP = 20
 NORM = 1.0  # gradients are clipped to this norm
 CORPUS = 4 << 20  # bytes of text read
-LIMIT = 1e-5  # relative; one process alone moves its own curve by 1e-6 when the rows of its batches are reversed
+LIMIT = 1e-4  # relative; first weights moved by 1e-7 of themselves move the curve of one process by 5e-6 in 60 steps
 
 
 def corpus() -> Tensor:
@@ -77,17 +77,16 @@ def train(title: str, model: nn.Module, step: Callable[[Tensor, Tensor], Tensor]
 
 
 def compiled(steps: int, seed: int) -> list[float]:
-    """The losses on all ranks of the launch; rank 0 prints the plan."""
+    """The losses on 4 ranks; rank 0 prints the plan."""
     ids, labels = next(batches(corpus(), 1, seed))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    parallel = autopar.compile(fresh(seed), Cluster.local(ranks=ranks), args=(ids, labels), pins={"dp": 2, "tp": 2})
+    parallel = autopar.compile(fresh(seed), Cluster.local(ranks=4), args=(ids, labels), pins={"dp": 2, "tp": 2})
 
     def step(ids: Tensor, labels: Tensor) -> Tensor:
         loss = parallel.step(ids, labels)
         parallel.clip_grad_norm_(NORM)
         return loss
 
-    losses = train(f"{ranks} ranks", parallel, step, steps, seed)
+    losses = train("4 ranks", parallel, step, steps, seed)
     if rank() == 0:
         console().print(parallel.explain(), highlight=False, markup=False)
     return losses

@@ -123,15 +123,17 @@ def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     )
 
 
-def apply(plan: Plan, prepared: Prepared) -> Lowerable:
-    """The prepared graph with the plan's strategies. Raises AutoparError, by JSON path, where they do not fit it."""
+def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable:
+    """The prepared graph with the plan's strategies. Raises AutoparError, by JSON path, where they do not fit it.
+
+    ``mesh``: the plan's axes with other sizes (to count what an axis takes off a rank)."""
     captured = prepared.captured
     if plan.model.graph != captured.hash:
         raise AutoparError(
             f"plan: was made for another model than {captured.model_name} (its graph, names or shapes differ: {plan.model.graph[:15]}... "
             f"is not {captured.hash[:15]}...). Plan again, or give the batch and options it was made with."
         )
-    mesh = plan_mesh(plan)
+    mesh = mesh or plan_mesh(plan)
     gm = copy_graph(prepared.body)
     nodes = _ops(gm)
     listed = plan.classes[0].ops if plan.classes else ()

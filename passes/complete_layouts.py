@@ -1,8 +1,8 @@
 """complete_layouts: afterwards every node has a strategy: a choice on each axis, and with it all its layouts.
 
-For a plan pinned by axes (``dp``, ``tp``) no solver is needed. On the time and dp axes the batch is followed: each op takes
-the choice whose operands arrive as they are. On the tp axis `divide_work` decides; the usual column/row pattern is
-what comes out.
+For a plan pinned by axes (``dp``, ``tp``) no solver is needed. On the time and dp axes the batch is followed: each op
+takes the choice whose operands arrive as they are. On the tp axis `divide_work` decides; the usual column/row pattern
+is what comes out.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def follow(state: Completion, axis: int) -> None:
         if best is None or math.isinf(best[0]):
             known = fact(node)
             raise AutoparError(
-                f"{known.fqn or node.name}: {node.target} ({known.source}) needs the whole batch at once, so it cannot run "
-                f"in microbatches. Set microbatches=1."
+                f"{known.fqn or node.name}: {node.target} ({known.source}) needs the whole batch at once, so it cannot "
+                f"run in microbatches. Set microbatches=1."
             )
         state.take(node, axis, best[1], best[2])
 
@@ -72,8 +72,8 @@ def complete_layouts(
 ) -> tuple[fx.GraphModule, list[Undivided]]:
     """Give every node its strategy for a mesh of axes named ``dp``, ``tp`` and (in time) ``time``.
 
-    ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is the batch;
-    ``zero``: how parameters rest over dp (``docs/design.md`` section 6). Returns the graph and the ops that tp leaves
+    ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is the
+    batch; ``zero``: how parameters rest over dp (``docs/design.md`` section 6). Returns the graph and the ops that tp leaves
     whole. Raises AutoparError where the batch cannot be cut into microbatches.
     """
     state = Completion(gm, mesh, parameters)
@@ -103,8 +103,8 @@ def _outermost(layout: Layout, axis: int, mesh: Mesh) -> Layout:
 
 
 def complete_prologue(gm: fx.GraphModule, mesh: Mesh, inputs: Mapping[str, Layout]) -> fx.GraphModule:
-    """Strategies for what is computed once a step. ``inputs``: how the body reads each placeholder; the prologue has the
-    rows of all microbatches in (microbatch, rank) order, so nothing here may depend on the order of rows. What arrives
+    """Strategies for what is computed once a step. ``inputs``: how the body reads each placeholder; the prologue has
+    the rows of all microbatches in (microbatch, rank) order, so nothing here may depend on the order of rows. What arrives
     cut is followed, results leave invariant."""
     state = Completion(gm, mesh)
     for node in state.leaves:

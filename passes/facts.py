@@ -128,7 +128,7 @@ def annotate(graph_module: fx.GraphModule, trainable: Callable[[str], bool]) -> 
             if (isinstance(index, int) and len(source.values) > 1) or isinstance(
                 node.args[0].meta.get("val"), (tuple, list)
             ):
-                values = (source.values[index],)  # type: ignore[index]
+                values = (source.values[index],)
         old = node.meta.get(KEY)
         if isinstance(old, Fact):
             node.meta[KEY] = replace(old, values=values)

@@ -130,7 +130,7 @@ def is_getitem(node: fx.Node) -> bool:
 
 
 def grow(producer: fx.Node, uses: Sequence[tuple[int, Layout]], mesh: Mesh) -> Tree:
-    """The tree of changes of one tensor: the cheapest unreached layout is attached first, from wherever it is nearest."""
+    """The tree of changes of one tensor: the cheapest unreached layout is attached first, from where it is nearest."""
     v = value(producer)
     tree = Tree(settle(produced_layout(producer), v, mesh))
     open_targets: dict[Layout, int] = {}
@@ -163,9 +163,9 @@ def grow(producer: fx.Node, uses: Sequence[tuple[int, Layout]], mesh: Mesh) -> T
     return tree
 
 
-def tree_price(tree: Tree, v: object, mesh: Mesh) -> float:
+def tree_price(tree: Tree, v: Value, mesh: Mesh) -> float:
     """Price of all changes of one tensor."""
-    return sum(price(step, v, mesh) for step in tree.steps.values())  # type: ignore[arg-type]
+    return sum(price(step, v, mesh) for step in tree.steps.values())
 
 
 def _make(
@@ -209,6 +209,6 @@ def _impossible(producer: fx.Node, source: Layout, target: Layout) -> str:
     known = fact(producer)
     where = known.fqn or known.source or producer.name
     return (
-        f"{where}: microbatches cannot be told apart here ({known.source or producer.name} needs the whole batch at once: "
-        f"{source} as {target}). Set microbatches=1."
+        f"{where}: microbatches cannot be told apart here ({known.source or producer.name} needs the whole batch at "
+        f"once: {source} as {target}). Set microbatches=1."
     )

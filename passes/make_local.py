@@ -74,6 +74,8 @@ def make_local(
             )
         elif node.op == "call_function":
             emitter.env[node] = _lower(node, emitter)
+            if node.target is not change:
+                emitter.env[node]._rename(node.name)
     for node in reversed(list(emitter.graph.nodes)):
         if node.op == "call_function" and not node.users:
             emitter.graph.erase_node(node)

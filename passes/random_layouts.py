@@ -43,7 +43,9 @@ def random_layouts(
     for node in gm.graph.nodes:
         if node.op == "get_attr" and node.target in parameters:
             rest = _random(value(node), state.leaves[node], mesh, rng, "I", uneven=True)
-            entry = rest if rng.random() < 0.4 else _random(value(node), state.leaves[node], mesh, rng, "IR", uneven=False)
+            entry = (
+                rest if rng.random() < 0.4 else _random(value(node), state.leaves[node], mesh, rng, "IR", uneven=False)
+            )
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), state.order, (), (entry,)), rest=rest)
         elif node.op == "placeholder":
             layout = _random(value(node), state.leaves[node], mesh, rng, "I", uneven=False)

@@ -17,7 +17,7 @@ from autopar.passes.facts import KEY, Fact, fact, is_tensor, value
 
 
 def split_prologue(gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule, tuple[str, ...]]:
-    """(prologue, body, names of the body's new placeholders in the order of the prologue's outputs). The body is ``gm``."""
+    """(prologue, body, the body's new placeholders in the order of the prologue's outputs). The body is ``gm``."""
     marked = [n for n in gm.graph.nodes if n.op == "call_function" and fact(n).prologue]
     crossing = [n for n in marked if is_tensor(n) and any(u not in marked for u in n.users)]
     if not crossing:

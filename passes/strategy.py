@@ -55,7 +55,7 @@ def choices(node: fx.Node, mesh: Mesh, axis: int, parts: Iterable[tuple[str, tup
 def strategy(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice], order: Iterable[int]) -> Strategy | None:
     """The layouts that one choice per axis implies, or None where they are illegal together.
 
-    ``order``: all axes, outermost first; where two axes cut the same dim they nest in this order, time always outermost.
+    ``order``: all axes, outermost first; where two axes cut the same dim they nest in this order, time outermost.
     """
     order = tuple(sorted(order, key=lambda a: not mesh.axes[a].is_time))
     operand_values = [value(n) for n in operand_nodes(node)]

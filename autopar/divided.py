@@ -1,0 +1,105 @@
+"""What each axis takes off the busiest rank, counted from the emitted program.
+
+Everything-replicated is always exact and never parallel, so exactness alone proves nothing. For every axis the program
+of rank 0 (uneven cuts give the first ranks the most) is compared with the program of the same plan were the axis of
+size 1; the ideal share is ``1 - 1/N``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.build import Prepared, apply, plan_mesh
+from autopar.passes.layout import Mesh
+from autopar.passes.lower import Local, lower, with_changes
+from autopar.plan import Plan, Share
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one rank has in a step: FLOPs of matmul, attention and convolution, forward and backward, as torch's counter
+    has them; bytes of resting parameters; bytes that autograd saves in the largest microbatch, parameters apart."""
+
+    flops: int
+    param_bytes: int
+    saved_bytes: int
+
+
+def divided(plan: Plan, prepared: Prepared) -> dict[str, Share]:
+    """The share of each axis of ranks, by its first display name.
+
+    Example: ``divided(plan, prepared)["tp"].flops`` is 0.5 where two ranks halve every matmul.
+    """
+    mesh = plan_mesh(plan)
+    whole = load(_program(plan, prepared, mesh))
+    shares = {}
+    for index, axis in enumerate(plan.axes):
+        if axis.is_time:
+            continue
+        axes = [replace(a, size=1) if i == index else a for i, a in enumerate(mesh.axes)]
+        without = load(_program(plan, prepared, Mesh(tuple(axes))))
+        shares[axis.display[0] if axis.display else axis.name] = Share(
+            flops=_off(whole.flops, without.flops),
+            param_bytes=_off(whole.param_bytes, without.param_bytes),
+            saved_bytes=_off(whole.saved_bytes, without.saved_bytes),
+        )
+    return shares
+
+
+def _off(has: int, would_have: int) -> float:
+    return 1 - has / would_have if would_have else 0.0
+
+
+def _program(plan: Plan, prepared: Prepared, mesh: Mesh) -> Local:
+    return lower(with_changes(apply(plan, prepared, mesh)), 0, {a.name: a.name for a in mesh.axes})
+
+
+def load(local: Local) -> Load:
+    """Count a rank's program by running it on fake tensors."""
+    mesh, flops, saved = local.mesh, 0, 0
+    shapes = [u.rest.local_shape(u.shape, mesh, local.coordinates) for u in local.parameters]
+    sizes = [torch.Size(s).numel() * u.dtype.itemsize for s, u in zip(shapes, local.parameters, strict=True)]
+    rows = (0,) if mesh.time is None else mesh.axes[mesh.time].rows
+    counted = {r: _run(local, graph) for r, graph in local.body.items()}
+    for r in rows:
+        flops += counted[r][0]
+        saved = max(saved, counted[r][1])
+    return Load(flops, sum(sizes), saved)
+
+
+def _run(local: Local, graph: fx.GraphModule) -> tuple[int, int]:
+    kept: dict[int, int] = {}
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        trainable = [u.trainable for u in local.parameters]
+        inputs: list[Tensor | int] = []
+        for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+            val = node.meta.get("val")
+            if not isinstance(val, Tensor):
+                inputs.append(0)
+                continue
+            fake = torch.empty(val.shape, dtype=val.dtype)
+            inputs.append(fake.requires_grad_(i < len(trainable) and trainable[i]))
+        own = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
+
+        def save(t: Tensor) -> Tensor:
+            storage = t.untyped_storage()
+            if storage._cdata not in own:
+                kept[storage._cdata] = storage.nbytes()
+            return t
+
+        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+            loss = graph(*inputs)[0][0]
+        saved = sum(kept.values())
+        with counter:
+            if loss.requires_grad:
+                loss.backward()
+    return counter.get_total_flops(), saved
+
+
+__all__ = ["Load", "Mapping", "divided", "load"]

@@ -102,16 +102,19 @@ class Call:
 def export_model(call: Call, rows: int) -> Exported:
     """Export the model and its loss at ``rows`` rows; computes nothing and leaves the model as it is.
 
+    The trace sees CPU tensors wherever the model is: kernels choose strides, and models choose code, by device, and a
+    plan made on a laptop must be that of the cluster. Device literals of the graph are therefore ``cpu``.
+
     Raises AutoparError where the model cannot be traced or what it does cannot be kept.
     """
     hints: list[str] = []
     flat = _Flat(call)
-    owned = (*call.model.parameters(), *call.model.buffers())
-    device = next((t.device for t in owned), torch.device("cpu"))
-    with FakeTensorMode(allow_non_fake_inputs=True, export=True):
-        inputs = tuple(torch.empty(s.at(rows).shape, dtype=s.dtype, device=device) for s in call.signature.inputs)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, export=True)
+    with mode:
+        inputs = tuple(torch.empty(s.at(rows).shape, dtype=s.dtype) for s in call.signature.inputs)
     try:
         with (
+            _on_cpu(flat, mode),
             torch.enable_grad(),
             _quiet(),
             _countable(call.model),
@@ -125,6 +128,7 @@ def export_model(call: Call, rows: int) -> Exported:
     kinds = {n: "buffer" for n, _ in model.named_buffers()} | {n: "frozen" for n, _ in model.named_parameters()}
     kinds |= dict.fromkeys(call.trainable, "trainable")
     graph, constants = clean_graph(program, [s.name for s in call.signature.inputs], aliases_of(model), kinds)
+    constants = {name: _own(flat, name, tensor) for name, tensor in constants.items()}
     outputs = _without_opaque(flat.seen.outputs, hints)
     if flat.seen.has_loss and call.loss_required and not _learns(graph, kinds):
         raise AutoparError(
@@ -173,7 +177,7 @@ class _Flat(nn.Module):
         held, before = buffer_slots(self.model), numbers_of(self.model)
         tensors, self.seen.outputs, self.seen.has_loss = self.call(leaves)
         now = numbers_of(self.model)
-        self.seen.changed = tuple(name for name, value in before.items() if now.get(name) != value)
+        self.seen.changed = tuple(name for name, value in before.items() if repr(now.get(name)) != repr(value))
         for name, module, key, tensor in held:
             _write_back(name, module, key, tensor)
         return tensors
@@ -267,6 +271,43 @@ def _countable(model: nn.Module) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.momentum = None
+
+
+@contextlib.contextmanager
+def _on_cpu(flat: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
+    """While traced, fake CPU tensors stand for parameters, buffers and tensor attributes that are elsewhere."""
+    stand_ins: dict[int, torch.Tensor] = {}
+    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    for module in flat.modules():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
+        for slots in held:
+            for key, tensor in slots.items():
+                if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
+                    stand_ins.setdefault(id(tensor), _stand_in(tensor, mode))
+                    swapped.append((slots, key, tensor))
+    try:
+        for slots, key, tensor in swapped:
+            slots[key] = stand_ins[id(tensor)]
+        yield
+    finally:
+        for slots, key, tensor in swapped:
+            slots[key] = tensor
+
+
+def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+    with mode:
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(fake, requires_grad=tensor.requires_grad)
+        return fake
+
+
+def _own(flat: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that the model holds under ``name``, or ``tensor`` itself where tracing made it."""
+    at: Any = flat if name.startswith("given_loss.") else flat.get_submodule("model")
+    for part in name.split("."):
+        at = getattr(at, part, None)
+    return at if isinstance(at, torch.Tensor) else tensor
 
 
 @contextlib.contextmanager

@@ -153,6 +153,32 @@ def test_meta_and_real_have_one_hash() -> None:
     assert capture(Regression(), batch()).hash == on_meta.hash
 
 
+class Attention(nn.Module):
+    """Kernels of different devices give different strides here, and ``contiguous`` then does nothing on one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.shift = nn.Linear(8, 24), torch.arange(8.0)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in (self.qkv(x) + 0.0).chunk(3, -1))
+        out = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).contiguous().view(*x.shape)
+        return (out + self.shift + torch.tensor(2.0, device=x.device)).pow(2).mean()
+
+
+def test_the_graph_does_not_depend_on_the_device() -> None:
+    x = torch.randn(6, 5, 8)
+    model = Attention()
+    real = capture(model, (x,))
+    with torch.device("meta"):
+        held = Attention()
+    meta = capture(held, (x,))
+    assert meta.hash == real.hash and meta.graph.code == real.graph.code
+    assert meta.constants["shift"] is held.shift and meta.constants["lifted_tensor_0"].item() == 2.0
+    assert held.qkv.weight is meta.parameters["qkv.weight"] and held.qkv.weight.is_meta
+    torch.testing.assert_close(run_graph(meta.graph, (x,), real.attributes)["outputs"][0], model(x))
+
+
 def test_hash_is_stable_over_processes_and_sees_changes() -> None:
     x, y = batch()
     one = capture(Regression(), (x, y)).hash
@@ -473,7 +499,7 @@ def test_buffers_and_constants(momentum: float | None) -> None:
     model, x = Stateful(momentum), torch.randn(6, 4)
     before = {n: (b, b.clone()) for n, b in model.named_buffers()}
     captured = capture(model, (x,))
-    assert captured.checked == "equal"
+    assert captured.checked == "equal" and captured.hints == ()
     assert captured.persistent == {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
     assert set(captured.constants) == {"shift", "lifted_tensor_0"}
     for name, (tensor, value) in before.items():

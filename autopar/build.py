@@ -1,7 +1,7 @@
 """From a captured model and pins to a plan, and from a plan to what can be lowered for a rank.
 
-`choose` decides and writes down (a `Plan`), `apply` reads a plan and nothing else, so that a plan that was saved, edited
-or broadcast gives the same program as one just made.
+`choose` decides and writes down (a `Plan`), `apply` reads a plan and nothing else, so that a plan that was saved,
+edited or broadcast gives the same program as one just made.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
     captured = prepared.captured
     if plan.model.graph != captured.hash:
         raise AutoparError(
-            f"plan: was made for another model than {captured.model_name} (its graph, names or shapes differ: {plan.model.graph[:15]}... "
-            f"is not {captured.hash[:15]}...). Plan again, or give the batch and options it was made with."
+            f"plan: was made for another model than {captured.model_name} (its graph, names or shapes differ: "
+            f"{plan.model.graph[:15]}... is not {captured.hash[:15]}...). Plan again, or give the batch and options it was made with."
         )
     mesh = mesh or plan_mesh(plan)
     gm = copy_graph(prepared.body)
@@ -350,5 +350,6 @@ def _keep_obligations(gm: fx.GraphModule, mesh: Mesh, pins: ResolvedPins, undivi
             return
     listed = "; ".join(f"{u.fqn} ({u.op.removeprefix('aten.')}): {u.why}" for u in undivided[:3])
     raise AutoparError(
-        f"pins: tp={pins.tp} divides no matmul, attention or convolution of this model ({listed or 'it has none'}). Use tp=1, or a degree that divides them."
+        f"pins: tp={pins.tp} divides no matmul, attention or convolution of this model "
+        f"({listed or 'it has none'}). Use tp=1, or a degree that divides them."
     )

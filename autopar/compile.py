@@ -46,7 +46,8 @@ class Parallel(nn.Module):
         super().__init__()
         if inputs not in ("global", "local"):
             raise AutoparError(
-                f"compile: inputs={inputs!r} is not known. Use 'global' (every rank has the batch) or 'local' (its rows)."
+                f"compile: inputs={inputs!r} is not known. Use "
+                "'global' (every rank has the batch) or 'local' (its rows)."
             )
         self._model = [model]  # in a list, so that nn.Module does not count it as its own
         self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
@@ -61,7 +62,7 @@ class Parallel(nn.Module):
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Capture and plan for these example inputs, in the current mode, and, on a cluster, emit this rank's program."""
+        """Capture and plan for these example inputs, in the current mode; on a cluster emit this rank's program."""
         mode = self.training
         model = self._model[0]
         model.train(mode)
@@ -71,7 +72,7 @@ class Parallel(nn.Module):
             options = {**options, "global_batch": self._rows(args, kwargs) * self._data_ranks()}
         captured = capture(model, args, kwargs, **options)
         took = {"capture": time.perf_counter() - started}
-        rank, size = join()
+        _, size = join()
         pins = resolve(
             self._pins if mode else replace(self._pins, microbatches=None), self._cluster.ranks, captured.batch
         )
@@ -120,7 +121,7 @@ class Parallel(nn.Module):
         return self._step(args, kwargs, outputs=False)[0]
 
     def step_with_outputs(self, *args: Any, **kwargs: Any) -> Any:
-        """As `step`, but returns what the model's forward returns (with ``loss=``: the loss and that), global tensors."""
+        """As `step`, but returns what the model's forward returns (with ``loss=``: the loss and that), all global."""
         leaves = self._step(args, kwargs, outputs=True)
         return self._captured[True].unflatten_outputs(leaves)
 
@@ -133,7 +134,7 @@ class Parallel(nn.Module):
         return program.step(self._tensors(program, args, kwargs), inputs_are=self._inputs, outputs=outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's forward returns for the global batch, without gradients, in the current train or eval mode."""
+        """What the model's forward returns for the global batch, without gradients, in train or eval mode."""
         program = self._program(args, kwargs)
         leaves = program.forward(self._tensors(program, args, kwargs), inputs_are=self._inputs)
         return self._captured[self.training].unflatten_outputs(leaves)
@@ -238,8 +239,8 @@ def compile(
 ) -> Parallel:
     """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank.
 
-    ``cluster``: a `Cluster`, a shipped name or a JSON file (default: the ranks that torchrun started, or one). ``args``,
-    ``kwargs``: example inputs (without them capture waits for the first step); ``global_batch``: rows of the batch that a
+    ``cluster``: a `Cluster`, a shipped name or a JSON file (default: the ranks that torchrun started, or one).
+    ``args``, ``kwargs``: example inputs (without them capture waits for the first step); ``global_batch``: rows that a
     step takes over all ranks (default: those of the examples). ``pins``: what is fixed, ``{"dp": 2, "tp": 2}``.
     ``plan``: a saved plan to use instead. ``loss``: see `autopar.capture.capture`. ``inputs``: ``"global"``: every rank
     gives `Parallel.step` the whole batch, ``"local"``: its own rows. ``timeout``: how long a rank waits for another.

@@ -1,7 +1,7 @@
 """The Llama family (Touvron et al. 2023, Grattafiori et al. 2024), with the published sizes and parameter names.
 
-As published: RMSNorm, rotary positions on two halves, grouped-query attention, SwiGLU, no biases. The rotary frequencies
-are the plain ones of Llama 3; the rescaling of 3.1 for long contexts is left out (it changes no shape).
+As published: RMSNorm, rotary positions on two halves, grouped-query attention, SwiGLU, no biases. Rotary
+frequencies are the plain ones of Llama 3; the rescaling of 3.1 for long contexts is left out (it changes no shape).
 
 >>> model, (ids, labels), _ = make(layers=1)
 >>> model(ids, labels).shape

@@ -72,9 +72,9 @@ def complete_layouts(
 ) -> tuple[fx.GraphModule, list[Undivided]]:
     """Give every node its strategy for a mesh of axes named ``dp``, ``tp`` and (in time) ``time``.
 
-    ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is the
-    batch; ``zero``: how parameters rest over dp (``docs/design.md`` section 6). Returns the graph and the ops that tp leaves
-    whole. Raises AutoparError where the batch cannot be cut into microbatches.
+    ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is
+    the batch; ``zero``: how parameters rest over dp (``docs/design.md`` section 6). Returns the graph and the ops
+    that tp leaves whole. Raises AutoparError where the batch cannot be cut into microbatches.
     """
     state = Completion(gm, mesh, parameters)
     for axis, a in enumerate(mesh.axes):
@@ -103,9 +103,9 @@ def _outermost(layout: Layout, axis: int, mesh: Mesh) -> Layout:
 
 
 def complete_prologue(gm: fx.GraphModule, mesh: Mesh, inputs: Mapping[str, Layout]) -> fx.GraphModule:
-    """Strategies for what is computed once a step. ``inputs``: how the body reads each placeholder; the prologue has
-    the rows of all microbatches in (microbatch, rank) order, so nothing here may depend on the order of rows. What arrives
-    cut is followed, results leave invariant."""
+    """Strategies for what is computed once a step. ``inputs``: how the body reads each placeholder; the prologue
+    has the rows of all microbatches in (microbatch, rank) order, so nothing here may depend on the order of rows. What
+    arrives cut is followed, results leave invariant."""
     state = Completion(gm, mesh)
     for node in state.leaves:
         if node.op == "placeholder":

@@ -72,7 +72,7 @@ def divide_work(state: Completion, axis: int, batched: Mapping[fx.Node, int]) ->
     for leaf, layout in state.leaves.items():
         state.leaves[leaf] = layout.with_kind(axis, "I")
     search = _Search(state, axis, batched)
-    best = search.run()
+    best: Partial | None = search.run()
     menu = search.menu
     while best is not None:
         if best.node is not None and best.option is not None:
@@ -200,7 +200,7 @@ class _Search:
         (result,) = output.args
         assert isinstance(result, dict)
         outputs = result["outputs"]
-        loss = outputs[0] if outputs else None  # type: ignore[index]
+        loss = outputs[0] if outputs else None
         if not isinstance(loss, fx.Node) or value(loss).shape or loss not in self.live:
             return beam
         at = self.live.index(loss)

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.errors import AutoparError
 from autopar.passes.changes import Step, cost, path, price, settle
-from autopar.passes.facts import KEY, Fact, Strategy, fact, is_tensor, operand_nodes, value
+from autopar.passes.facts import KEY, Fact, Strategy, Value, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh
 
 
@@ -101,10 +101,11 @@ def output_layouts(output: fx.Node, mesh: Mesh) -> list[tuple[fx.Node, Layout]]:
     loss = outputs[0] if outputs else None
     for node in outputs:
         assert isinstance(node, fx.Node)
+        is_loss = node is loss
         layout = produced_layout(node)
         if output.meta.get("prologue"):
             layout = _whole(mesh, len(value(node).shape))
-        elif node is loss and value(node).shape == ():
+        elif is_loss and value(node).shape == ():
             kinds = "".join("P" if a.is_time else "I" for a in mesh.axes)
             layout = Layout(kinds, ())
         wanted.append((node, layout))

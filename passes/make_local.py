@@ -1,4 +1,5 @@
-"""make_local: afterwards the graph is what one rank runs: local sizes, collectives as start/wait pairs, tensors passed in.
+"""make_local: afterwards the graph is what one rank runs: local sizes, collectives as start/wait pairs, tensors
+passed in.
 
 Literal sizes are computed from layouts and global shapes, never found by trial; the shape that an op then really
 produces is checked against its layout, so that a wrong rule cannot go unnoticed.
@@ -137,6 +138,7 @@ def _check(node: fx.Node, local: fx.Node, sizes: Sizes) -> None:
     made = val if isinstance(val, (tuple, list)) else (val,)
     for got, want in zip(made, sizes.results, strict=True):
         assert want is None or tuple(got.shape) == want, (
-            f"{node.format_node()} ({fact(node).fqn}): the rule promises a local shape of {want}, the op makes {tuple(got.shape)}"
+            f"{node.format_node()} ({fact(node).fqn}): the rule promises a local shape of {want}, "
+            f"the op makes {tuple(got.shape)}"
         )
     assert is_tensor(node) == isinstance(val, torch.Tensor)

@@ -93,7 +93,7 @@ def widen(x: Tensor, dim: int, width: int) -> Tensor:
 def split(x: Tensor, dim: int, runs: tuple[Runs, ...], width: int) -> Tensor:
     """One piece a coordinate, padded to ``width`` and stacked: ``[n, ..., width, ...]``; a view where it can be."""
     if _is_plain(runs, width):
-        return x.unflatten(dim, (len(runs), width)).movedim(dim, 0)
+        return torch.unflatten(x, dim, (len(runs), width)).movedim(dim, 0)
     out = x.new_zeros([len(runs), *with_size(x, dim, width)])
     for piece, wanted in zip(out, runs, strict=True):
         offset = 0

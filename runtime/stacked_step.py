@@ -46,9 +46,7 @@ def axis_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     return groups
 
 
-def stacked_step(
-    programs: Sequence[Local], attributes: Mapping[str, Tensor], inputs: Sequence[Tensor]
-) -> StackedStep:
+def stacked_step(programs: Sequence[Local], attributes: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> StackedStep:
     """Run one step of ``programs``, one a rank in order (`lower` with groups named like the axes).
 
     ``attributes``: full parameters, buffers and constants by name; ``inputs``: the whole global batch, in the order of
@@ -67,9 +65,7 @@ def stacked_step(
             own = run_stacked([p.enter[use.fqn] for p in programs], [[x] for x in own], groups)
         for rank, x in enumerate(own):
             entries[rank].append(x)
-    fixed = [
-        [*entry, *(attributes[n].detach() for n in (*first.buffers, *first.constants))] for entry in entries
-    ]
+    fixed = [[*entry, *(attributes[n].detach() for n in (*first.buffers, *first.constants))] for entry in entries]
     rows = (0,) if mesh.time is None else mesh.axes[mesh.time].rows
     pieces = [[_pieces(p, rank, m, inputs) for m in range(len(rows))] for rank, p in enumerate(programs)]
     hoisted: list[tuple[Tensor, ...]] = [() for _ in programs]
@@ -85,11 +81,13 @@ def stacked_step(
         updates = [update for _, update in made]
     total = sum((loss for per_rank in losses for loss in per_rank), torch.zeros(()))
     assert isinstance(total, Tensor)
-    total.backward()
+    torch.autograd.backward(total)
     loss = sum((per_rank[0] for per_rank in losses[1:]), losses[0][0])
     assert isinstance(loss, Tensor)
     gradients = {u.fqn: _global_gradient(u, mesh, [rest[u.fqn].grad for rest in rests]) for u in first.parameters}
-    return StackedStep(loss.detach(), gradients, dict(zip(first.buffer_updates, updates[0] if updates else (), strict=True)))
+    return StackedStep(
+        loss.detach(), gradients, dict(zip(first.buffer_updates, updates[0] if updates else (), strict=True))
+    )
 
 
 def _pieces(program: Local, rank: int, microbatch: int, inputs: Sequence[Tensor]) -> list[Tensor]:

@@ -92,7 +92,9 @@ def test_replicated_and_invariant_consumers_have_changes_of_their_own() -> None:
 
 
 def test_a_change_stands_before_its_first_consumer(tools: Any) -> None:
-    gm = insert_changes(completed(tools, Block(), torch.randn(4, 8), mesh=Mesh((Axis("dp", 2),)), zero=3), Mesh((Axis("dp", 2),)))
+    gm = insert_changes(
+        completed(tools, Block(), torch.randn(4, 8), mesh=Mesh((Axis("dp", 2),)), zero=3), Mesh((Axis("dp", 2),))
+    )
     place = {n: i for i, n in enumerate(gm.graph.nodes)}
     gathers = [n for n in gm.graph.nodes if n.target is change and n.args[0].op == "get_attr"]
     assert gathers

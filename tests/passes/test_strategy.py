@@ -45,7 +45,15 @@ def test_row_and_column_of_a_linear(tools: Any) -> None:
     assert texts(linear, TP, Choice("linear", "0")) == ["P", "R", "P", "P"]
     assert texts(linear, TP, Choice("factor", "b1")) is None  # 3 rows over 2 ranks
     names = {(c.kind, c.name) for c in choices(linear, TP, 0)}
-    assert names == {("I", ""), ("R", ""), ("factor", "b0"), ("factor", "i"), ("factor", "o"), ("linear", "0"), ("linear", "1")}
+    assert names == {
+        ("I", ""),
+        ("R", ""),
+        ("factor", "b0"),
+        ("factor", "i"),
+        ("factor", "o"),
+        ("linear", "0"),
+        ("linear", "1"),
+    }
 
 
 def test_two_axes_on_one_dim_nest_in_order(tools: Any) -> None:
@@ -75,7 +83,11 @@ def test_the_inner_of_merged_dims_is_cut_in_parts(tools: Any) -> None:
 def test_nothing_is_invariant_over_time(tools: Any) -> None:
     mesh = Mesh((Axis("time", 2, (1, 1)),))
     gm = prepared(tools, Linear(4, 6), torch.randn(2, 4))
-    assert {c.kind for n in gm.graph.nodes if n.op == "call_function" for c in choices(n, mesh, 0)} == {"R", "factor", "linear"}
+    assert {c.kind for n in gm.graph.nodes if n.op == "call_function" for c in choices(n, mesh, 0)} == {
+        "R",
+        "factor",
+        "linear",
+    }
 
 
 def test_an_op_without_a_rule_runs_whole() -> None:
@@ -99,5 +111,7 @@ def test_heads_divide_in_every_operand_or_not_at_all(tools: Any, kv: int, divide
 
     gm = prepared(tools, Attention(), torch.randn(2, 4, 3, 8), torch.randn(2, kv, 3, 8))
     node, four = find(gm, aten.scaled_dot_product_attention.default), Mesh((Axis("tp", 4),))
-    by_heads = [t for c in choices(node, four, 0) if c.kind == "factor" and (t := texts(node, four, c) or [""])[0] == "S1"]
+    by_heads = [
+        t for c in choices(node, four, 0) if c.kind == "factor" and (t := texts(node, four, c) or [""])[0] == "S1"
+    ]
     assert by_heads == ([["S1", *["R" if kv == 1 else "S1"] * 2, "S1"]] if divides else [])

@@ -131,7 +131,8 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
     if plan.model.graph != captured.hash:
         raise AutoparError(
             f"plan: was made for another model than {captured.model_name} (its graph, names or shapes differ: "
-            f"{plan.model.graph[:15]}... is not {captured.hash[:15]}...). Plan again, or give the batch and options it was made with."
+            f"{plan.model.graph[:15]}... is not {captured.hash[:15]}...). "
+            f"Plan again, or give the batch and options it was made with."
         )
     mesh = mesh or plan_mesh(plan)
     gm = copy_graph(prepared.body)

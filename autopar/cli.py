@@ -18,6 +18,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from autopar.errors import AutoparError
@@ -83,8 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     form = "path/to/file.py:factory or package.module:factory; the factory returns (model, args, kwargs)"
 
     verify = commands.add_parser("verify", help="compare a plan on local ranks with one process", allow_abbrev=False)
-    verify.add_argument("model", metavar="MODEL", help=form)
-    verify.add_argument("--ranks", type=int, required=True, metavar="N", help="local ranks to run on")
+    verify.add_argument("model", metavar="MODEL", nargs="?", help=form)
+    verify.add_argument("--ranks", type=int, metavar="N", help="local ranks to run on")
     verify.add_argument(
         "--batch", type=int, metavar="B", help="rows of the global batch (default: those of the model's inputs)"
     )
@@ -137,7 +138,10 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
     for (spec, ranks, batch), pins in _grouped(jobs):
         from autopar.verify import verify_many
 
-        results += verify_many(spec, ranks, pins, batch=batch)
+        try:
+            results += verify_many(spec, ranks, pins, batch=batch)
+        except AutoparError as error:  # the model is refused, and with it all its plans
+            results += [error] * len(pins)
     if not options.plans:
         (only,) = results
         if isinstance(only, AutoparError):
@@ -163,6 +167,9 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
 
     base = Pins.parse(options.pin)
     if not options.plans:
+        for word in ("MODEL", "--ranks"):
+            if getattr(options, word.strip("-").lower()) is None:
+                raise AutoparError(f"verify: {word} is required. See `autopar verify --help`.")
         spec = ModelSpec.parse(options.model, options.set, options.loss)
         resolve(base, options.ranks, options.batch)
         return [(spec, options.ranks, options.batch, base)]
@@ -188,17 +195,19 @@ def _job(options: argparse.Namespace, base: Pins, entry: Mapping[str, Any], wher
     for key, kind in (("model", str), ("pins", dict), ("set", dict), ("loss", str), ("ranks", int), ("batch", int)):
         if entry.get(key) is not None and (not isinstance(entry[key], kind) or isinstance(entry[key], bool)):
             raise AutoparError(f"{where}.{key}: {json.dumps(entry[key])} is not a {kind.__name__}.")
-    settings = [f"{k}={json.dumps(v) if isinstance(v, bool) else v}" for k, v in entry.get("set", {}).items()]
-    spec = ModelSpec.parse(
-        entry.get("model", options.model), [*options.set, *settings], entry.get("loss", options.loss)
-    )
-    ranks, batch = entry.get("ranks", options.ranks), entry.get("batch", options.batch)
+    flags = {"model": options.model, "ranks": options.ranks, "batch": options.batch, "loss": options.loss}
+    given = flags | {key: value for key, value in entry.items() if value is not None}
+    for key, flag in (("model", "MODEL"), ("ranks", "--ranks")):
+        if given[key] is None:
+            raise AutoparError(f"{where}: names no {key}. Add the key {key!r}, or give {flag} for all.")
     try:
-        pins = Pins.parse({**base.given(), **entry.get("pins", {})})
-        resolve(pins, ranks, batch)
+        spec = ModelSpec.parse(given["model"], options.set, given["loss"])
+        spec = replace(spec, options={**spec.options, **given.get("set", {})})
+        pins = Pins.parse({**base.given(), **given.get("pins", {})})
+        resolve(pins, given["ranks"], given["batch"])
     except AutoparError as error:
         raise AutoparError(f"{where}: {error}") from None
-    return spec, ranks, batch, pins
+    return spec, given["ranks"], given["batch"], pins
 
 
 def _grouped(jobs: Sequence[Job]) -> Iterator[tuple[tuple[ModelSpec, int, int | None], list[Pins]]]:

@@ -100,6 +100,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "list.json").write_text("[1, 2]")
     (tmp_path / "empty.json").write_text("[]")
     (tmp_path / "pins.json").write_text('[{"tp": 2}, {"tpp": 2}]')
+    (tmp_path / "pin.json").write_text('[{"tp": 2}]')
     (tmp_path / "entry.json").write_text('[{"model": "good.py:make", "pin": {"tp": 2}}]')
     (tmp_path / "type.json").write_text('[{"model": "good.py:make", "ranks": "2"}]')
     (tmp_path / "cluster.json").write_text('{"name": "x"}')
@@ -126,8 +127,9 @@ COMMANDS = {
     "an unknown command": ("verfy", "invalid choice: 'verfy'"),
     "an unknown flag": (f"verify {MLP} --ranks 2 --rank 2", "unrecognized arguments: --rank 2"),
     "two pins in one flag": (f"verify {MLP} --ranks 2 --pin tp=2 dp=1", "unrecognized arguments: dp=1 (one --pin"),
-    "no ranks": (f"verify {MLP}", "required: --ranks"),
+    "no ranks": (f"verify {MLP}", "verify: --ranks is required"),
     "ranks that are no number": (f"verify {MLP} --ranks two", "invalid int value: 'two'"),
+    "no model": ("verify --ranks 2", "verify: MODEL is required"),
     "no ranks at all": (f"verify {MLP} --ranks 0", "ranks: 0 is not a number of ranks"),
     "negative ranks": (f"verify {MLP} --ranks -2", "ranks: -2 is not a number of ranks"),
     "a batch of nothing": (f"verify {MLP} --ranks 2 --batch 0", "batch: 0 is not a number of rows"),
@@ -256,6 +258,7 @@ COMMANDS = {
         f"verify {MLP} --ranks 2 --plans entry.json",
         "entry.json: at $[0]: unknown key 'pin', did you mean 'pins'?",
     ),
+    "a list that names no model": ("verify --ranks 2 --plans pin.json", "pin.json: at $[0]: names no model"),
     "a wrong type in a list": (
         f"verify {MLP} --ranks 2 --plans type.json",
         'type.json: at $[0].ranks: "2" is not a int',

@@ -170,6 +170,32 @@ def test_plans_of_which_one_is_refused(verify, tmp_path, capsys):
     assert "refused  " in out and "equal  " in out and "1 of 2 plans equal one process" in out
 
 
+def test_plans_that_name_everything_themselves(verify, tmp_path, capsys):
+    file = tmp_path / "plans.json"
+    one = {"model": MLP, "ranks": 2, "pins": {"tp": 2}, "set": {"layers": 4, "width": 8}}
+    file.write_text(json.dumps([one, {**one, "ranks": 4, "batch": None}]))
+    assert main(["verify", "--plans", str(file), "--set", "layers=3", "--pin", "microbatches=2", "--json"]) == 0
+    assert [(c[1], c[2], c[3]) for c in verify.calls] == [(n, ["tp=2 microbatches=2"], None) for n in (2, 4)]
+    assert verify.calls[0][0].options == {"layers": 4, "width": 8}
+
+
+def test_a_refused_model_does_not_stop_the_others(verify, tmp_path, capsys, monkeypatch):
+    file = tmp_path / "plans.json"
+    file.write_text(json.dumps([{"model": "a.b:c", "pins": {"tp": 2}}, {"model": MLP, "pins": {"tp": 2}}]))
+    answer = verify.verify_many
+
+    def verify_many(spec, *args, **kwargs):
+        if spec.target == "a.b:c":
+            raise AutoparError("a.b:c: no module 'a'.")
+        return answer(spec, *args, **kwargs)
+
+    monkeypatch.setattr(verify, "verify_many", verify_many)
+    assert main(["verify", "--ranks", "2", "--plans", str(file), "--json"]) == 2
+    first, second = json.loads(capsys.readouterr().out)["results"]
+    assert first == {"model": "a.b:c", "pins": "tp=2", "ok": False, "ranks": 2, "error": "a.b:c: no module 'a'."}
+    assert second["ok"] and second["model"] == MLP
+
+
 def test_a_crash_of_ours_is_never_2(verify, capsys):
     verify.answers["tp=2"] = RuntimeError("boom")
     assert main(["verify", MLP, "--ranks", "2", "--pin", "tp=2"]) == 70

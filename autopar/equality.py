@@ -57,8 +57,8 @@ class Difference:
 
 @dataclass(frozen=True)
 class Limits:
-    """The largest relative distance by kind. Where one is exceeded, a limit may grow to ``factor`` times the reference's
-    own uncertainty (``why``), if that is above ``trusted``."""
+    """The largest relative distance by kind. Where one is exceeded, a limit may grow to ``factor`` times the
+    reference's own uncertainty (``why``), if that is above ``trusted``."""
 
     precision: str
     limits: Mapping[str, float]

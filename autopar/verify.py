@@ -27,6 +27,7 @@ from torch import Tensor, fx, nn
 from autopar.build import Prepared, apply, choose, plan_mesh, prepare
 from autopar.capture import Capture, capture, double, run_graph, to_float64
 from autopar.cluster import Cluster
+from autopar.divided import divided
 from autopar.equality import FP32, FP64, Difference, Doubt, Run, distances, farthest_by_kind, judge
 from autopar.errors import AutoparError
 from autopar.evaluate import WIDER
@@ -302,7 +303,7 @@ def _compare(
         ranks=plan.ranks,
         plan=plan.one_line(),
         worst=tuple(map(_finite, (narrow if ok64 and not ok32 else wide)[:WORST])),
-        divided={},
+        divided=divided(plan, subject.prepared(plan.microbatches, "fp32")),
         seconds=time.perf_counter() - started,
         limits=(*said64, *said32),
     )

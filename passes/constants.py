@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from typing import Any
 
@@ -22,7 +23,13 @@ FILLS: dict[Any, Any] = {
     aten.new_full.default: None,
 }  # fmt: skip
 ALONG = {aten.cumsum.default, aten.diff.default, aten.flip.default}  # ops that mix entries of the dims they are given
-CASTS = {aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default}
+ELEMENTWISE = {  # that torch does not tag as such
+    aten.to.dtype, aten.clone.default, aten.contiguous.default, aten.detach.default, aten.alias.default,
+    aten.__and__.Tensor, aten.__and__.Scalar, aten.__or__.Tensor, aten.__or__.Scalar, aten.__xor__.Tensor,
+    aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar,
+    aten.masked_fill.Scalar, aten.masked_fill.Tensor, aten.min.other, aten.max.other, aten.floor_divide.default,
+    aten.less.Tensor, aten.less_equal.Tensor, aten.greater.Tensor, aten.greater_equal.Tensor, aten.not_equal.Tensor,
+}  # fmt: skip
 
 
 class TooLarge(Exception):
@@ -60,7 +67,7 @@ class Constants:
 
     def window(self, node: fx.Node, window: Window) -> Tensor:
         """The entries of a constant node in ``window``, on the CPU. Raises TooLarge."""
-        if math.prod(_shape(node)) <= WHOLE:
+        with contextlib.suppress(TooLarge):  # it, or what it is made from
             value: Tensor = self.whole(node)[tuple(slice(a, b) for a, b in window)]
             return value
         found = _windowed(self, node, window)
@@ -94,7 +101,7 @@ def run(node: fx.Node, operands: dict[fx.Node, Any]) -> Any:
 def is_elementwise(node: fx.Node) -> bool:
     """Whether every entry of the result comes from the entries of the operands at its place, broadcast."""
     target = node.target
-    return target in CASTS or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
+    return target in ELEMENTWISE or (isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
@@ -168,6 +175,7 @@ def _windowed(of: Constants, node: fx.Node, window: Window) -> Tensor:
     if is_elementwise(node):
         found: Tensor = run(node, {a: of.window(a, _under(node, a, window)) for a in node.all_input_nodes})
         return found
+    operands = [a for a in node.all_input_nodes if is_tensor(a)]
     source: Any = node.args[0] if node.args else None
     if node.target is aten.expand.default:
         return of.window(source, _under(node, source, window)).expand(sizes)
@@ -187,11 +195,23 @@ def _windowed(of: Constants, node: fx.Node, window: Window) -> Tensor:
         keep = torch.tril if node.target is aten.tril.default else torch.triu
         return keep(piece, diagonal + window[-2][0] - window[-1][0])
     if _gathers(node):
-        indices: Any = node.args[1]
-        values = [of.window(i, _under(node, i, window)) for i in indices]
-        gathered: Tensor = of.whole(source)[tuple(values)]
-        return gathered.expand(sizes)
+        return _gathered(of, node, window).expand(sizes)
+    if node.target in ALONG:
+        mixed = _dims_of(node)
+        given = {a: tuple((0, n) if d in mixed else window[d] for d, n in enumerate(_shape(a))) for a in operands}
+        whole_along: Tensor = run(node, {a: of.window(a, w) for a, w in given.items()})
+        return whole_along[tuple(slice(*w) if d in mixed else slice(None) for d, w in enumerate(window))]
     raise TooLarge
+
+
+def _gathered(of: Constants, node: fx.Node, window: Window) -> Tensor:
+    """What the indices of ``window`` pick; where all entries along a dim are equal, the first stands for them."""
+    source: Any = node.args[0]
+    indices: Any = node.args[1]
+    equal = of.uniform(source)
+    held = of.window(source, tuple((0, 1) if d in equal else (0, n) for d, n in enumerate(_shape(source))))
+    values = [of.window(index, _under(node, index, window)) for index in indices]
+    return held[tuple(torch.zeros_like(v) if d in equal else v for d, v in enumerate(values))]
 
 
 def _under(node: fx.Node, operand: fx.Node, window: Window) -> Window:

@@ -127,6 +127,10 @@ def capture(
         (8, 'equal')
     """
     refuse_model(model, backward=loss_required)
+    if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
+        raise AutoparError(
+            "loss: has parameters that require a gradient (only the model's train). Make them the model's."
+        )
     signature = Signature.of(model, args, kwargs or {}, batch_dims or {}, with_loss=loss is not None)
     batch = signature.rows if global_batch is None else global_batch
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:

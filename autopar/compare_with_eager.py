@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import fx, nn
@@ -12,6 +13,7 @@ from torch import fx, nn
 from autopar.errors import AutoparError
 from autopar.evaluate import run_graph
 from autopar.export_model import Call, buffer_slots, numbers_of
+from autopar.traps import refuse_run
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest value; the ops are the same
 COARSE = 3e-2  # half precisions: the order of sums may differ
@@ -28,29 +30,52 @@ def compare_with_eager(
     run again from the same buffers. Leaves buffers, numbers, gradients and the random state as they were. Raises
     AutoparError with the name of the first difference.
     """
-    inputs, wanted = call.signature.example(rows), call.trainable
-    with torch.enable_grad(), torch.random.fork_rng(), warnings.catch_warnings():
+    inputs, model = call.signature.example(rows), call.model
+    gpus = sorted({t.device.index for t in attributes.values() if t.is_cuda})
+    with warnings.catch_warnings(), torch.random.fork_rng(gpus), torch.enable_grad():
         warnings.simplefilter("ignore")
-        with _numbers_kept(call.model):
-            with _buffers_kept(call.model):
-                expected, _, _ = call(inputs)
-                expected_grads = _gradients(expected, wanted)
-                expected_buffers = {n: b.detach().clone() for n, b in call.model.named_buffers()}
-            with _buffers_kept(call.model):
-                again = call(inputs)[0] if twice else ()
+        eager, again = _eager(call, inputs, twice)
         held = {n: t if isinstance(t, nn.Parameter) else t.clone() for n, t in attributes.items()}
-        outputs = run_graph(graph, inputs, held)["outputs"]
-        grads = _gradients(outputs, wanted)
-    for got, want in zip(again, expected):
+        try:
+            outputs = tuple(run_graph(graph, inputs, held)["outputs"])
+            captured = _Result(outputs, _gradients(outputs, call.trainable), held)
+        except Exception as error:
+            raise refuse_run(model, error, "fails in the captured graph, unlike in eager") from error
+    for got, want in zip(again, eager.outputs):
         _refuse_difference("a second run of the model", got, want, 0.0)
-    for i, (got, want) in enumerate(zip(outputs, expected, strict=True)):
+    for i, (got, want) in enumerate(zip(captured.outputs, eager.outputs, strict=True)):
         _refuse_difference("loss" if i == 0 else f"output {i}", got, want, 0.0)
-    floor = FLOOR * max((_largest(g) for g in expected_grads.values() if g is not None), default=0.0)
-    for name, wanted_grad in expected_grads.items():
-        _refuse_gradient(name, grads[name], wanted_grad, floor)
-    for name, buffer in expected_buffers.items():
+    floor = FLOOR * max((_largest(g) for g in eager.gradients.values() if g is not None), default=0.0)
+    for name, wanted in eager.gradients.items():
+        _refuse_gradient(name, captured.gradients[name], wanted, floor)
+    for name, buffer in eager.buffers.items():
         if name in held:
             _refuse_difference(f"buffer {name}", held[name], buffer, 0.0)
+
+
+@dataclass(frozen=True)
+class _Result:
+    """What one run gave: loss and outputs, gradients by FQN, and the buffers as it left them."""
+
+    outputs: tuple[torch.Tensor, ...]
+    gradients: dict[str, torch.Tensor | None]
+    buffers: Mapping[str, torch.Tensor]
+
+
+def _eager(call: Call, inputs: Sequence[torch.Tensor], twice: bool) -> tuple[_Result, tuple[torch.Tensor, ...]]:
+    """The model's own result, and, if ``twice``, the outputs of a second run from the same buffers."""
+    try:
+        with _numbers_kept(call.model):
+            with _buffers_kept(call.model):
+                outputs, _, _ = call(inputs)
+                gradients = _gradients(outputs, call.trainable)
+                buffers = {n: b.detach().clone() for n, b in call.model.named_buffers()}
+            with _buffers_kept(call.model):
+                return _Result(outputs, gradients, buffers), call(inputs)[0] if twice else ()
+    except AutoparError:
+        raise
+    except Exception as error:
+        raise refuse_run(call.model, error, "fails on two rows of the example inputs") from error
 
 
 def _gradients(outputs: Sequence[torch.Tensor], wanted: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:

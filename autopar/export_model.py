@@ -79,7 +79,12 @@ class Call:
         assert self.loss is not None
         if extra:
             return self.loss(out, **extra)
-        parameters = inspect.signature(self.loss.forward if isinstance(self.loss, nn.Module) else self.loss).parameters
+        try:
+            parameters = inspect.signature(
+                self.loss.forward if isinstance(self.loss, nn.Module) else self.loss
+            ).parameters
+        except ValueError:  # a builtin of torch, as torch.mean
+            return self.loss(out)
         wanted = [p for p in parameters.values() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
         alone = len(wanted) == 1 and wanted[0].kind is not inspect.Parameter.VAR_POSITIONAL
         return self.loss(out) if alone else self.loss(out, *args, **kwargs)

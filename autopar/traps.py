@@ -118,6 +118,7 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterato
     """While the model is traced: refuse custom backwards and tensor hooks where ``backward`` matters, and note
     checkpointed regions in ``hints``."""
     names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
+    regions: list[str] = []
 
     def setup_context_defined(function: Any) -> Any:
         # Function.apply asks this first; patching apply itself would miss ``fn = MyFunction.apply`` bound before
@@ -135,9 +136,7 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterato
         raise AutoparError(f"{where_now(names)}: uses inference_mode (capture would drop it). Use torch.no_grad().")
 
     def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        note = f"{where_now(names)}: its checkpointed region is dropped; recomputation is the plan's choice."
-        if note not in hints:
-            hints.append(note)
+        regions.append(where_now(names))
         return original_checkpoint(*args, **kwargs)
 
     original_setup: Callable[[Any], Any] = torch.autograd.function._is_setup_context_defined
@@ -153,6 +152,9 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterato
             stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
             stack.enter_context(patch.object(torch.inference_mode, "__enter__", enter_inference))
         yield
+    if regions:
+        more = f" and {len(regions) - 1} more" if len(regions) > 1 else ""
+        hints.append(f"{regions[0]}{more}: checkpointed regions are dropped; recomputation is the plan's choice.")
 
 
 def _refuse_function(cls: Any, names: dict[int, str]) -> None:
@@ -172,24 +174,38 @@ def _refuse_function(cls: Any, names: dict[int, str]) -> None:
 
 def refuse_failure(model: nn.Module, error: BaseException, rows: int, examples: int) -> AutoparError:
     """The one-line error for a failed trace at ``rows`` rows (the example inputs had ``examples``), with file:line."""
+    chain = _chain(error)
+    for link in chain:
+        if isinstance(link, AutoparError):
+            return link
+    kinds = {type(link).__name__ for link in chain}
+    if kinds & {"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"}:
+        return AutoparError(VALUES.format(where=_where_failed(model, chain)))
+    failed = refuse_run(model, error, f"cannot be captured at batch size {rows}")
+    if rows == examples:
+        return failed
+    return AutoparError(f"{failed} Inputs whose dim 0 is not the batch are named by batch_dims={{'mask': None}}.")
+
+
+def refuse_run(model: nn.Module, error: BaseException, what: str) -> AutoparError:
+    """The one-line error for a run of the model that raised ``error``: where, ``what``, and torch's own words."""
+    text = str(error).strip().splitlines() or [""]
+    where = _where_failed(model, _chain(error))
+    return AutoparError(f"{where}: {what} ({type(error).__name__}: {text[0][:300].rstrip('.')}).")
+
+
+def _chain(error: BaseException) -> list[BaseException]:
     chain: list[BaseException] = []
     at: BaseException | None = error
     while at is not None and at not in chain:
         chain.append(at)
         at = at.__cause__ or at.__context__
-    for link in chain:
-        if isinstance(link, AutoparError):
-            return link
+    return chain
+
+
+def _where_failed(model: nn.Module, chain: list[BaseException]) -> str:
     names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
-    where = next((w for w in (_where_raised(link, names) for link in chain) if w), type(model).__name__)
-    kinds = {type(link).__name__ for link in chain}
-    if kinds & {"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"}:
-        return AutoparError(VALUES.format(where=where))
-    text = str(error).strip().splitlines() or [""]
-    what = f"{where}: cannot be captured at batch size {rows} ({type(error).__name__}: {text[0][:300]})."
-    if rows == examples:
-        return AutoparError(what)
-    return AutoparError(f"{what} Inputs whose dim 0 is not the batch are named by batch_dims={{'mask': None}}.")
+    return next((w for w in (_where_raised(link, names) for link in chain) if w), type(model).__name__)
 
 
 def where_now(names: dict[int, str]) -> str:

@@ -382,7 +382,11 @@ def test_loss_takes_what_forward_does_not(loss) -> None:
 
 def test_loss_of_the_output_and_of_the_inputs() -> None:
     model, x = Logits(), torch.randn(6, 4)
-    for loss, want in [(lambda out: out.pow(2).sum(), model(x).pow(2).sum()), (squared, squared(model(x), x))]:
+    for loss, want in [
+        (lambda out: out.pow(2).sum(), model(x).pow(2).sum()),
+        (torch.sum, model(x).sum()),
+        (squared, squared(model(x), x)),
+    ]:
         captured = capture(model, (x,), loss=loss)
         got = run_graph(captured.graph, captured.flatten_inputs((x,)), captured.attributes)["outputs"][0]
         torch.testing.assert_close(got, want)

@@ -221,6 +221,30 @@ def test_no_loss() -> None:
     refused(Model(), "loss: is torch.int64 of shape ()", loss=lambda out: out.long())
 
 
+def test_a_loss_with_parameters() -> None:
+    refused(
+        nn.Linear(4, 4), "loss: has parameters that require a gradient", loss=nn.Sequential(nn.Linear(4, 1), Model())
+    )
+
+
+def test_inputs_that_the_model_rejects() -> None:
+    class Classes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x, labels):
+            return F.cross_entropy(self.fc(x), labels)
+
+    refused(
+        Classes(),
+        "Classes (",
+        HERE,
+        "fails on two rows of the example inputs (IndexError",
+        args=(X, torch.full((6,), 3)),
+    )
+
+
 def test_complex_parameter() -> None:
     model = Model()
     model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))

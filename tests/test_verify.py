@@ -47,6 +47,21 @@ def make(seeded: bool = True) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, 
     return Net(), (ids, torch.rand(4, 5, 6)), {}
 
 
+class Kinked(nn.Module):
+    """A unit that stands on its kink: the last bit decides whether it passes a gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.tensor([[1.0, 1.0]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.w).relu().sum()
+
+
+def kinked() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    return Kinked(), (torch.tensor([[1.0, -1.0], [1.0, 0.5]]),), {}
+
+
 def spec(**options: Any) -> ModelSpec:
     return ModelSpec(f"{__file__}:make", options)
 
@@ -102,6 +117,21 @@ def test_a_wrong_program_is_caught_and_named(monkeypatch: pytest.MonkeyPatch) ->
         assert not result.ok
         assert (result.worst[0].kind, result.worst[0].name) == (kind, name)
         json.dumps(write(result), allow_nan=False)
+
+
+def test_fp32_is_held_against_what_last_bits_move_in_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ModelSpec(f"{__file__}:kinked")
+    subject = Subject.of(model, 2)
+    flipped = {"w": subject.eager.grads["w"] + torch.tensor([[1.0, -1.0]])}
+    stub = Stub(subject, lambda run: run)
+    stub.runs["fp32"] = dataclasses.replace(subject.eager, grads=flipped)
+    monkeypatch.setattr("autopar.verify.RankPool", lambda *_, **__: stub)
+    result = verify(model, 1, {})
+    assert result.ok
+    (grown,) = (limit for limit in result.limits if "fp32 grad" in limit)
+    assert "2 times eager's own distance from fp64" in grown
+    stub.runs["fp32"] = dataclasses.replace(subject.eager, grads={"w": flipped["w"] * 10})
+    assert not verify(model, 1, {}).ok
 
 
 class Stub:

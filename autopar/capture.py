@@ -144,6 +144,9 @@ def capture(
     if check and real:
         attributes = {**whole.constants, **buffers, **parameters}
         compare_with_eager(call, (whole if batch == TINY else tiny).graph, TINY, attributes, twice=bool(whole.changed))
+    hints = whole.hints
+    if whole.changed and not (check and real):
+        hints += (f"{', '.join(whole.changed)}: changed by forward; the graph keeps what it computed at capture.",)
     return Capture(
         graph=whole.graph,
         inputs=tuple(spec.at(batch) for spec in signature.inputs),
@@ -160,7 +163,7 @@ def capture(
         model_name=type(model).__name__,
         signature=signature,
         outputs=whole.outputs,
-        hints=whole.hints,
+        hints=hints,
     )
 
 

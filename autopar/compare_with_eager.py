@@ -30,14 +30,14 @@ def compare_with_eager(
     run again from the same buffers. Leaves buffers, numbers, gradients and the random state as they were. Raises
     AutoparError with the name of the first difference.
     """
-    inputs, model = call.signature.example(rows), call.model
+    model = call.model
     gpus = sorted({t.device.index for t in attributes.values() if t.is_cuda})
     with warnings.catch_warnings(), torch.random.fork_rng(gpus), torch.enable_grad():
         warnings.simplefilter("ignore")
-        eager, again = _eager(call, inputs, twice)
+        eager, again = _eager(call, rows, twice)
         held = {n: t if isinstance(t, nn.Parameter) else t.clone() for n, t in attributes.items()}
         try:
-            outputs = tuple(run_graph(graph, inputs, held)["outputs"])
+            outputs = tuple(run_graph(graph, call.signature.example(rows), held)["outputs"])
             captured = _Result(outputs, _gradients(outputs, call.trainable), held)
         except Exception as error:
             raise refuse_run(model, error, "fails in the captured graph, unlike in eager") from error
@@ -62,16 +62,17 @@ class _Result:
     buffers: Mapping[str, torch.Tensor]
 
 
-def _eager(call: Call, inputs: Sequence[torch.Tensor], twice: bool) -> tuple[_Result, tuple[torch.Tensor, ...]]:
+def _eager(call: Call, rows: int, twice: bool) -> tuple[_Result, tuple[torch.Tensor, ...]]:
     """The model's own result, and, if ``twice``, the outputs of a second run from the same buffers."""
     try:
         with _numbers_kept(call.model):
             with _buffers_kept(call.model):
-                outputs, _, _ = call(inputs)
+                outputs, _, _ = call(call.signature.example(rows))
                 gradients = _gradients(outputs, call.trainable)
                 buffers = {n: b.detach().clone() for n, b in call.model.named_buffers()}
             with _buffers_kept(call.model):
-                return _Result(outputs, gradients, buffers), call(inputs)[0] if twice else ()
+                again = call(call.signature.example(rows))[0] if twice else ()
+        return _Result(outputs, gradients, buffers), again
     except AutoparError:
         raise
     except Exception as error:

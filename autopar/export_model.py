@@ -140,10 +140,6 @@ def export_model(call: Call, rows: int) -> Exported:
             f"{type(model).__name__}: its loss depends on no parameter that requires a gradient (frozen, under "
             "no_grad or detached). Unfreeze one, or use eval() for forward only."
         )
-    if flat.seen.changed:
-        hints.append(
-            f"{', '.join(flat.seen.changed)}: changed by forward; the graph keeps what it computed at capture."
-        )
     return Exported(graph, constants, outputs, flat.seen.has_loss, flat.seen.changed, tuple(hints))
 
 

@@ -106,9 +106,11 @@ class Signature:
         return all(not t.is_meta and not isinstance(t, fake) for t in self.examples)
 
     def example(self, rows: int) -> tuple[torch.Tensor, ...]:
-        """The first ``rows`` rows of the examples, repeated where there are fewer."""
+        """Copies of the first ``rows`` rows of the examples, repeated where there are fewer."""
         order = torch.arange(rows) % self.rows
-        return tuple(t[order.to(t.device)] if s.batch else t for s, t in zip(self.inputs, self.examples, strict=True))
+        return tuple(
+            t[order.to(t.device)] if s.batch else t.clone() for s, t in zip(self.inputs, self.examples, strict=True)
+        )
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         """Positional and keyword arguments of forward, and keywords that only the loss takes."""

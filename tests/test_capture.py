@@ -623,6 +623,22 @@ def test_random_state_is_left_alone() -> None:
     assert torch.equal(torch.rand(2), want)
 
 
+def test_inputs_and_numbers_are_left_alone() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.rows = nn.Linear(4, 4), 0
+
+        def forward(self, x, shift):
+            self.rows = 4  # set once, then always the same
+            return self.fc(x.add_(1) + shift.mul_(2)).mean()
+
+    model, x, shift = Writes(), torch.ones(6, 4), torch.ones(4)
+    captured = capture(model, (x, shift))
+    assert captured.checked == "equal" and captured.hints == ()
+    assert x.eq(1).all() and shift.eq(1).all() and model.rows == 0
+
+
 def test_complex_numbers_inside() -> None:
     model, x = Rotary(), torch.randn(6, 4)
     assert_equal_to_eager(capture(model, (x,)), model, (x,))

@@ -29,7 +29,7 @@ exact: exact-slice  ## every large table
 
 # torchvision stays out of .venv: its released build needs a CUDA torch, and transformers would import it unasked.
 exact-slice: $(READY)  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/torchvision -c constraints.txt torchvision
+	$(BIN)/python -m pip install -qq --no-deps --upgrade --target build/torchvision -c constraints.txt torchvision
 	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/slice.py
 
 clean:
@@ -46,5 +46,5 @@ $(READY): pyproject.toml constraints.txt
 	fi; \
 	echo "Installing into $(VENV) with $$("$$python" --version): some minutes, once."; \
 	"$$python" -m venv --clear $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[test]'
 	@touch $@

@@ -60,12 +60,26 @@ class Prepared:
 def prepare(captured: Capture, microbatches: int, graph: fx.GraphModule | None = None) -> Prepared:
     """Run PREPARE on a copy of the captured graph (or of ``graph``, the same in another precision)."""
     gm = copy_graph(graph or captured.graph)
+    gm.meta["batch_inputs"] = {i.name for i in captured.inputs if i.batch}
     gm = run(gm, PREPARE)
+    _refuse_changed_constants(gm, captured)
     annotate(gm, captured.trainable)
     if microbatches == 1:
         return Prepared(gm, None, (), captured)
     prologue, body, hoisted = split_prologue(run(gm, ("hoist_normalisers",)))
     return Prepared(body, prologue, hoisted, captured)
+
+
+def _refuse_changed_constants(gm: fx.GraphModule, captured: Capture) -> None:
+    (result,) = next(n for n in gm.graph.nodes if n.op == "output").args
+    assert isinstance(result, dict) and isinstance(result["buffers"], dict)
+    for name, node in result["buffers"].items():
+        if name not in captured.buffers:
+            assert isinstance(node, fx.Node)
+            where = node.meta.get("stack_trace", "").strip().splitlines()[-1:] or [""]
+            raise AutoparError(
+                f"{name}: forward changes a tensor that is no buffer ({where[0].strip()}), so it would be lost. Register it as a buffer."
+            )
 
 
 def mesh_of(pins: ResolvedPins) -> Mesh:

@@ -96,7 +96,7 @@ class Parallel(nn.Module):
         ranks = self._ranks.for_mesh(plan_mesh(plan))
         plan = loads(_text_from_rank_0(plan.dumps(), ranks))
         lowerable = with_changes(apply(plan, prepared))
-        local = lower(lowerable, ranks.rank, ranks.group_names)
+        local = lower(lowerable, ranks.rank, ranks.group_names, ranks.device)
         if not self._held:
             self._adopt(place(self._model[0], local.parameters, ranks))
         self._plans[mode] = replace(plan, timings=self._plans[mode].timings)

@@ -81,7 +81,7 @@ def _run(local: Local, graph: fx.GraphModule) -> tuple[int, int]:
         for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
             val = node.meta.get("val")
             if not isinstance(val, Tensor):
-                inputs.append(0)
+                inputs.append(val)
                 continue
             fake = torch.empty(val.shape, dtype=val.dtype)
             inputs.append(fake.requires_grad_(i < len(trainable) and trainable[i]))

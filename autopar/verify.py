@@ -8,6 +8,7 @@ weights and inputs are this process's, so a factory need not be seeded.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import random
 import sys
@@ -245,6 +246,9 @@ def run_plan(
 ) -> tuple[dict[str, Run], list[Tensor]]:
     """What a rank does for one plan: both runs, which only rank 0 returns, and the losses. ``values``: a file with the
     parent's weights and inputs, which also names the model among those captured here."""
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
+        logging.ERROR
+    )  # gathers axis by axis: so be it
     if values not in _subjects:
         _subjects.clear()
         subject = Subject.of(model, batch, check=False)

@@ -23,7 +23,7 @@ from autopar.passes.strategy import MOST_PARTS, rule
 
 BEAM = 96  # partial assignments kept
 FLOP = 100.0  # an undivided FLOP costs as much as moving this many bytes: a pinned axis is an obligation
-LOOKUP = 100.0  # likewise a byte of an undivided embedding table
+WEIGHT = 100.0  # likewise a byte of an undivided weight or embedding table
 IDLE = 1e-4  # a byte of an undivided result: breaks ties in favour of dividing
 PARTIAL_BYTE = 1e-3  # a byte kept as a partial sum: breaks ties in favour of reducing early
 
@@ -237,14 +237,26 @@ def _rank(price: float, live: Iterable[Live | None]) -> float:
 
 
 def own_cost(node: fx.Node, choice: Choice, plan: Strategy, axis: int, n: int) -> float:
-    """Work that the axis does not divide, in bytes moved; small terms break ties."""
-    share = (n - 1) / n
+    """Work and weights that the axis does not divide, in bytes moved; small terms break ties.
+
+    A product with a weight counts as divided only where the weight is: cutting its rows instead would be data or
+    sequence parallelism under the name of the axis.
+    """
+    share, idle = (n - 1) / n, choice.kind in ("I", "R", "linear")
     out = sum(v.nbytes for v in fact(node).values if v is not None)
     total = {"I": 0.0, "factor": 0.0, "special": 0.0, "R": 0.02, "linear": 0.02 + PARTIAL_BYTE * out}[choice.kind]
-    if choice.kind in ("I", "R", "linear"):
-        total += share * (FLOP * flops(node) + IDLE * out)
-    if node.target is aten.embedding.default and plan.operands[0].kinds[axis] != "S":
-        total += share * LOOKUP * value(operand_nodes(node)[0]).nbytes
+    whole = [
+        value(o).nbytes
+        for o, want in zip(operand_nodes(node), plan.operands, strict=True)
+        if o.op == "get_attr" and len(value(o).shape) > 1 and want.kinds[axis] != "S"
+    ]
+    weighted = flops(node) > 0 or node.target is aten.embedding.default
+    if weighted:
+        total += share * WEIGHT * sum(whole)
+    if idle or (weighted and whole):
+        total += share * FLOP * flops(node)
+    if idle:
+        total += share * IDLE * out
     return total
 
 

@@ -21,7 +21,14 @@ ops = torch.ops.autopar
 class Emitter:
     """Local nodes of one rank. ``env`` maps nodes of the global graph to nodes of the local one."""
 
-    def __init__(self, mesh: Mesh, coordinates: tuple[int, ...], groups: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        mesh: Mesh,
+        coordinates: tuple[int, ...],
+        groups: Mapping[str, str],
+        device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
+    ) -> None:
+        self.device = device
         self.graph = fx.Graph()
         self.mesh = mesh
         self.coordinates = coordinates

@@ -91,8 +91,14 @@ def with_changes(model: Lowerable) -> Lowerable:
     return replace(model, body=body, prologue=prologue)
 
 
-def lower(model: Lowerable, rank: int, groups: Mapping[str, str]) -> Local:
-    """The program of ``rank``. ``groups``: axis name -> name of the rank's c10d group. Call `with_changes` first."""
+def lower(
+    model: Lowerable,
+    rank: int,
+    groups: Mapping[str, str],
+    device: torch.device = torch.device("cpu"),  # noqa: B008
+) -> Local:
+    """The program of ``rank``. ``groups``: axis name -> name of the rank's c10d group; ``device``: where it
+    computes. Call `with_changes` first."""
     mesh = model.mesh
     attrs = {str(n.target): n for n in model.body.graph.nodes if n.op == "get_attr"}
     holders = {n.name: n for n in model.body.graph.nodes if n.op == "placeholder"}
@@ -101,10 +107,12 @@ def lower(model: Lowerable, rank: int, groups: Mapping[str, str]) -> Local:
     for microbatch, rows in enumerate(mesh.axes[mesh.time].rows if mesh.time is not None else (0,)):
         if rows not in body:
             coordinates = mesh.coordinates(rank, microbatch)
-            body[rows] = make_local(model.body, mesh, coordinates, groups, _signature(model, hoisted=True))
+            body[rows] = make_local(model.body, mesh, coordinates, groups, _signature(model, hoisted=True), device)
     prologue = None
     if model.prologue is not None:
-        prologue = make_local(model.prologue, mesh, mesh.coordinates(rank), groups, _signature(model, hoisted=False))
+        prologue = make_local(
+            model.prologue, mesh, mesh.coordinates(rank), groups, _signature(model, hoisted=False), device
+        )
     uses = tuple(_parameter_use(fqn, attrs[fqn]) for fqn in model.parameters if fqn in attrs)
     n_outputs = len(output.args[0]["outputs"])
     outs = output_layouts(output, mesh)

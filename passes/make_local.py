@@ -45,17 +45,18 @@ def make_local(
     coordinates: tuple[int, ...],
     groups: Mapping[str, str],
     signature: Sequence[tuple[str, str]],
+    device: torch.device = torch.device("cpu"),  # noqa: B008  immutable
 ) -> fx.GraphModule:
     """The graph of the rank at ``coordinates``. ``signature``: (kind, name) of its placeholders in order; those that
     the graph does not read are kept, so that all graphs of a program are called alike."""
-    emitter = Emitter(mesh, coordinates, groups)
+    emitter = Emitter(mesh, coordinates, groups, device)
     known = {("get_attr", str(n.target)): n for n in gm.graph.nodes if n.op == "get_attr"}
     known |= {("placeholder", n.name): n for n in gm.graph.nodes if n.op == "placeholder"}
     words: set[str] = set()
     for kind, name in signature:
         local = emitter.graph.placeholder(_word(name, words))
         if kind == "microbatch":
-            local.meta["val"] = 0
+            local.meta["val"] = 0 if mesh.time is None else coordinates[mesh.time]  # one with the rows of this program
             emitter.microbatch = local
         elif (kind, name) in known:
             node = known[kind, name]
@@ -112,6 +113,8 @@ def _lower(node: fx.Node, emitter: Emitter) -> fx.Node:
         localize = LOCALIZE.get(node.target)
         if localize is not None:
             args, kwargs = localize(node, args, kwargs, sizes)
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": emitter.device}
         local = emitter.call(node.target, *args, **kwargs)
     assert isinstance(local, fx.Node)
     _check(node, local, sizes)

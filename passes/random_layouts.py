@@ -19,9 +19,15 @@ from autopar.passes.layout import Layout, Mesh
 
 
 def random_layouts(
-    gm: fx.GraphModule, mesh: Mesh, parameters: frozenset[str], batch_inputs: frozenset[str], seed: int
+    gm: fx.GraphModule,
+    mesh: Mesh,
+    parameters: frozenset[str],
+    batch_inputs: frozenset[str],
+    seed: int,
+    one_nesting: bool = False,
 ) -> fx.GraphModule:
-    """Draw a strategy for every node. Over time the batch is followed, as it must be."""
+    """Draw a strategy for every node. Over time the batch is followed, as it must be. ``one_nesting``: at rest axes nest
+    in the mesh's order, as DTensors of one device mesh do."""
     rng = random.Random(seed)
     state = Completion(gm, mesh, parameters)
     if mesh.time is not None:
@@ -42,7 +48,7 @@ def random_layouts(
             state.take(node, axis, *rng.choice(divided if divided and rng.random() < 0.7 else offered))
     for node in gm.graph.nodes:
         if node.op == "get_attr" and node.target in parameters:
-            rest = _random(value(node), state.leaves[node], mesh, rng, "I", uneven=True)
+            rest = _random(value(node), state.leaves[node], mesh, rng, "I", uneven=True, shuffle=not one_nesting)
             entry = (
                 rest if rng.random() < 0.4 else _random(value(node), state.leaves[node], mesh, rng, "IR", uneven=False)
             )
@@ -57,9 +63,12 @@ def random_layouts(
     return gm
 
 
-def _random(v: Value, base: Layout, mesh: Mesh, rng: random.Random, kinds: str, *, uneven: bool) -> Layout:
+def _random(
+    v: Value, base: Layout, mesh: Mesh, rng: random.Random, kinds: str, *, uneven: bool, shuffle: bool = True
+) -> Layout:
     layout, space = base, list(mesh.space)
-    rng.shuffle(space)
+    if shuffle:
+        rng.shuffle(space)
     for axis in space:
         layout = layout.with_kind(axis, rng.choice(kinds))
         cuts = [layout.with_shard(axis, d) for d in range(len(v.shape)) if v.shape[d] > 1]

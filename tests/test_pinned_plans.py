@@ -1,0 +1,121 @@
+"""Plans completed from pins are those an expert would write: what is divided, and how many collectives a layer takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autopar.build import Prepared, apply, choose, prepare
+from autopar.capture import capture
+from autopar.cluster import Cluster
+from autopar.divided import divided
+from autopar.errors import AutoparError
+from autopar.models import gpt2, llama, mlp, vit
+from autopar.passes.lower import Local, lower, with_changes
+from autopar.pins import Pins, resolve
+from autopar.plan import Plan
+
+aten = torch.ops.aten
+Factory = Callable[..., tuple[nn.Module, Any, Any]]
+
+
+def planned(factory: Factory, ranks: int, pins: dict[str, Any], **options: Any) -> tuple[Plan, Prepared, Local]:
+    model, args, kwargs = factory(**options)
+    captured = capture(model, args, kwargs, check=False)
+    resolved = resolve(Pins.parse(pins), ranks, captured.batch)
+    prepared = prepare(captured, resolved.microbatches)
+    plan = choose(prepared, resolved, Cluster.local(ranks=ranks))
+    axes = {a.name: a.name for a in plan.axes}
+    return plan, prepared, lower(with_changes(apply(plan, prepared)), 0, axes)
+
+
+def collectives(local: Local) -> Counter[str]:
+    """Ops of the body that communicate, by name; ``replicate`` is an all-reduce in backward."""
+    graph = next(iter(local.body.values())).graph
+    names = (getattr(getattr(n.target, "_schema", None), "name", "") for n in graph.nodes if n.op == "call_function")
+    moving = ("autopar::start_", "autopar::shard", "autopar::replicate", "autopar::pad", "autopar::cross_entropy_sum_sh")
+    return Counter(name.removeprefix("autopar::") for name in names if name.startswith(moving))
+
+
+def per_layer(factory: Factory, ranks: int, pins: dict[str, Any]) -> dict[str, int]:
+    """What two more layers add, halved."""
+    few, many = (collectives(planned(factory, ranks, pins, layers=n)[2]) for n in (2, 4))
+    assert all((many[k] - few[k]) % 2 == 0 for k in many | few)
+    return {k: (many[k] - few[k]) // 2 for k in many | few if many[k] != few[k]}
+
+
+@pytest.mark.parametrize("factory", [gpt2.make, llama.make, vit.make], ids=["gpt2", "llama", "vit"])
+def test_tensor_parallel_is_megatrons_pattern(factory: Factory) -> None:
+    """Two all-reduces forward (after attention and MLP) and two backward (before them) a layer, and nothing else."""
+    assert per_layer(factory, 2, {"tp": 2}) == {"start_all_reduce": 2, "replicate": 2}
+
+
+@pytest.mark.parametrize("factory", [gpt2.make, llama.make], ids=["gpt2", "llama"])
+def test_data_parallel_has_no_collective_inside_layers(factory: Factory) -> None:
+    assert per_layer(factory, 2, {"dp": 2}) == {}
+
+
+def test_zero_3_gathers_every_parameter_of_a_layer_once_each_way() -> None:
+    model, _, _ = llama.make(layers=2)
+    in_layer = sum(1 for n, _ in model.named_parameters() if "0" in n.split("."))
+    assert per_layer(llama.make, 2, {"dp": 2, "zero": 3}) == {"start_all_gather": in_layer}
+
+
+def test_both_axes_together_add_up() -> None:
+    found = per_layer(llama.make, 4, {"dp": 2, "tp": 2, "zero": 3})
+    assert found.pop("start_all_gather") == per_layer(llama.make, 2, {"dp": 2, "zero": 3})["start_all_gather"]
+    assert found == {"start_all_reduce": 2, "replicate": 2}
+
+
+@pytest.mark.parametrize("factory", [gpt2.make, llama.make, vit.make], ids=["gpt2", "llama", "vit"])
+def test_tp_divides_flops_and_parameters(factory: Factory) -> None:
+    plan, prepared, _ = planned(factory, 2, {"tp": 2})
+    share = divided(plan, prepared)["tp"]
+    assert share.flops is not None and 1 - share.flops <= 0.52
+    assert share.param_bytes is not None and 1 - share.param_bytes <= 0.55
+    assert share.saved_bytes is not None and share.saved_bytes > 0.25
+    assert plan.predicted.whole == () and plan.predicted.fallback == ()
+
+
+@pytest.mark.parametrize(("zero", "rests"), [(0, 1.0), (1, 0.5), (2, 0.5), (3, 0.5)])
+def test_dp_divides_flops_and_zero_divides_parameters(zero: int, rests: float) -> None:
+    plan, prepared, _ = planned(gpt2.make, 2, {"dp": 2, "zero": zero})
+    (share,) = divided(plan, prepared).values()
+    assert share.flops is not None and 1 - share.flops <= 1.02 / 2
+    assert share.param_bytes is not None and rests <= 1 - share.param_bytes <= 1.05 * rests
+
+
+def test_nothing_is_moved_between_the_fused_projection_and_attention() -> None:
+    _, _, local = planned(gpt2.make, 2, {"tp": 2})
+    graph = next(iter(local.body.values())).graph
+    attentions = [n for n in graph.nodes if n.target is aten.scaled_dot_product_attention.default]
+    assert len(attentions) >= 2
+    for attention in attentions:
+        behind: list[fx.Node] = list(attention.all_input_nodes)
+        while behind:
+            node = behind.pop()
+            if node.target in (aten.linear.default, aten.addmm.default):
+                continue
+            assert node.op == "call_function" and "autopar" not in str(node.target), f"{node} before {attention}"
+            behind += node.all_input_nodes
+
+
+def test_a_tp_that_divides_nothing_is_refused() -> None:
+    with pytest.raises(AutoparError, match=r"tp=3 divides no matmul"):
+        planned(mlp.make, 3, {"tp": 3}, inputs=4, width=4, classes=4)
+
+
+def test_what_tp_leaves_whole_is_named() -> None:
+    plan, _, _ = planned(mlp.make, 2, {"tp": 2}, inputs=5, width=5, classes=4)
+    (whole,) = plan.predicted.whole
+    assert (whole.axis, whole.fqn) == ("tp", "layers.0") and "divides by 2" in whole.why
+
+
+def test_plans_are_the_same_every_time() -> None:
+    texts = {planned(llama.make, 4, {"dp": 2, "tp": 2, "microbatches": 2})[0].dumps() for _ in range(2)}
+    assert len(texts) == 1

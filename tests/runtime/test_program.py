@@ -55,10 +55,12 @@ class Net(nn.Module):
         for name in frozen:
             self.get_parameter(name).requires_grad_(False)
 
-    def forward(self, x: Tensor, target: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, target: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
         self.calls.add_(1)
-        y = self.down(self.up(x).relu()) * self.gain
-        return ((y - target).square().sum(1) * mask).sum() / mask.sum(), y
+        hidden = self.up(x).relu()
+        y = self.down(hidden) * self.gain
+        loss = ((y - target).square().sum(1) * mask).sum() / mask.sum()
+        return loss, y, hidden, y.sum(0), self.gain > 0
 
 
 def mesh_of(dp: int, tp: int, rows: Sequence[int] = ()) -> Mesh:
@@ -96,7 +98,8 @@ def body(mesh: Mesh, rank: int, groups: dict[str, str], rows: int) -> fx.GraphMo
     y = call(aten.mul.Tensor, call(aten.add.Tensor, call(aten.add.Tensor, y, down_bias), shift), gain)
     losses = call(aten.sum.dim_IntList, call(aten.square.default, call(aten.sub.Tensor, y, target)), [1])
     loss = call(aten.div.Tensor, call(aten.sum.default, call(aten.mul.Tensor, losses, mask)), count)
-    graph.output(((all_reduce(loss, "dp"), y), (call(aten.add.Tensor, calls, 1),)))
+    others = (y, hidden, call(aten.sum.dim_IntList, y, [0]), call(aten.gt.Scalar, gain, 0))
+    graph.output(((all_reduce(loss, "dp"), *others), (call(aten.add.Tensor, calls, 1),)))
     return fx.GraphModule(nn.Module(), graph)
 
 
@@ -126,7 +129,13 @@ def local_of(
             InputUse(name, (BATCH, *rest), batch_layout(mesh, 1 + len(rest)))
             for name, rest in (("x", (IN,)), ("target", (OUT,)), ("mask", ()))
         ),
-        outputs=(OutputUse((), torch.float64, loss), OutputUse((BATCH, OUT), torch.float64, batch_layout(mesh, 2))),
+        outputs=(
+            OutputUse((), torch.float64, loss),
+            OutputUse((BATCH, OUT), torch.float64, batch_layout(mesh, 2)),
+            OutputUse((BATCH, HIDDEN), torch.float64, layout(mesh, "S0", "S1", 2, "S0")),
+            OutputUse((OUT,), torch.float64, layout(mesh, "P", "I", 1, "P")),
+            OutputUse((1,), torch.bool, layout(mesh, "I", "I", 1)),
+        ),
         buffer_updates=("calls",),
         body={r: body(mesh, rank, groups, r or BATCH) for r in rows},
         prologue=prologue(groups),
@@ -173,7 +182,7 @@ def three_steps(rank: int, mesh: Mesh, optimizer: str, inputs_are: str, options:
         inputs = batch(step)
         if inputs_are == "local":
             inputs = [rows_of(t, mesh, program.data_rank, program.data_world_size) for t in inputs]
-        loss, y = program.step(inputs, inputs_are=inputs_are, outputs=True)
+        loss, *y = program.step(inputs, inputs_are=inputs_are, outputs=True)
         losses.append(loss)
         seen = seen or grads(tensors)
         update.step()
@@ -191,7 +200,7 @@ def accumulate(rank: int, mesh: Mesh) -> dict[str, Any]:
     program.step(batch(0))
     program.step(batch(1))
     before = grads(tensors)
-    _, y = program.forward(batch(2))
+    _, *y = program.forward(batch(2))
     same(grads(tensors), before)
     norms = {p: program.clip_grad_norm_(1e9, p) for p in (1.0, 2.0, 3.5, math.inf)}
     norms["clip"] = program.clip_grad_norm_(0.5)
@@ -252,13 +261,19 @@ def reference(optimizer: str, frozen: Sequence[str] = ()) -> dict[str, Any]:
     losses, seen = [], None
     for step in range(3):
         update.zero_grad()
-        loss, y = model(*batch(step))
+        loss, *y = model(*batch(step))
         loss.backward()
         losses.append(loss.detach())
         seen = seen or {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
         update.step()
     parameters = dict(model.named_parameters())
-    return {"losses": losses, "y": y.detach(), "grads": seen, "parameters": parameters, "calls": model.calls}
+    return {
+        "losses": losses,
+        "y": [t.detach() for t in y],
+        "grads": seen,
+        "parameters": parameters,
+        "calls": model.calls,
+    }
 
 
 def same(a: Any, b: Any) -> None:
@@ -307,7 +322,7 @@ def test_gradients_add_up_and_are_clipped_as_in_one_process(pools: Pools) -> Non
         same(result["grads"], expected)
         same(result["norms"], norms)
         same(result["clipped"], {n: p.grad for n, p in model.named_parameters()})
-        same(result["y"], model(*batch(2))[1].detach())
+        same(result["y"], [t.detach() for t in model(*batch(2))[1:]])
 
 
 def test_bad_inputs_are_refused_in_one_line(pools: Pools) -> None:

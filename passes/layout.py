@@ -165,7 +165,7 @@ class Layout:
 
     def is_even(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
         """Whether all pieces are equal (proportional over time), as every layout inside a program must be."""
-        return all(_even(size, split, mesh) for size, split in zip(shape, self.dims, strict=True))
+        return _all_even(self, shape, mesh)
 
     def __str__(self) -> str:
         return " ".join(self._word(a) for a in range(len(self.kinds)))
@@ -223,6 +223,11 @@ def _runs(size: int, split: Split, mesh: Mesh, coordinates: tuple[int, ...]) -> 
     for a in split.axes:
         runs = [mesh.axes[a].cut(lo, n, coordinates[a]) for lo, n in runs]
     return tuple(runs)
+
+
+@lru_cache(maxsize=1 << 17)
+def _all_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
+    return all(_even(size, split, mesh) for size, split in zip(shape, layout.dims, strict=True))
 
 
 @lru_cache(maxsize=1 << 16)

@@ -17,7 +17,8 @@ _SHORT = {
 
 
 def text(gm: fx.GraphModule) -> str:
-    """The graph of ``gm``, a node a line: ``name: f32[4, 8] = aten.relu(x)``; prologue nodes are marked ``prologue``.
+    """The graph of ``gm``, a node a line: ``name: f32[4, 8] = aten.relu(x)``; prologue nodes are marked ``prologue``, and
+    layouts of operands and results follow a ``#`` where they are decided.
 
     Example:
         >>> class Twice(torch.nn.Module):
@@ -28,7 +29,17 @@ def text(gm: fx.GraphModule) -> str:
         add = operator.add(x, x)
         return add
     """
-    return "\n".join(_line(node) for node in gm.graph.nodes)
+    return "\n".join(_line(node) + _layouts(node) for node in gm.graph.nodes)
+
+
+def _layouts(node: fx.Node) -> str:
+    fact = node.meta.get(KEY)
+    if not isinstance(fact, Fact) or fact.strategy is None:
+        return ""
+    operands = ", ".join(f"{o}" for o in fact.strategy.operands)
+    results = ", ".join(f"{r}" for r in fact.strategy.results if r is not None)
+    rest = f", rests {fact.rest}" if fact.rest is not None and fact.rest not in fact.strategy.results else ""
+    return f"  # {operands} -> {results}" if operands else f"  # {results}{rest}"
 
 
 def _line(node: fx.Node) -> str:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+if importlib.util.find_spec("torchvision"):  # its release asks for a CUDA torch; transformers imports it where it is
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 VOCABULARY, LENGTH, ROWS = 128, 16, 8
@@ -103,9 +108,6 @@ class WithLoss(nn.Module):
 
 
 def _torchvision_resnet18() -> Built:
-    for name in ("nms", "qnms"):  # the released torchvision asks for a CUDA torch: declare what it would look for
-        if not hasattr(torch.ops.torchvision, name):
-            torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     from torchvision.models import resnet18
 
     return WithLoss(resnet18(num_classes=10)), (torch.randn(ROWS, 3, 32, 32), torch.randint(0, 10, (ROWS,))), {}

@@ -1,0 +1,90 @@
+"""Strategies completed from pins: text, every node has one, and how parameters rest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+from autopar.errors import AutoparError
+from autopar.passes import PREPARE, run
+from autopar.passes.complete_layouts import complete_layouts, rest_and_entry
+from autopar.passes.completion import is_op
+from autopar.passes.facts import Value, annotate, fact, is_tensor
+from autopar.passes.layout import Axis, Layout, Mesh
+
+FOUR = Mesh((Axis("dp", 2), Axis("tp", 2)))
+
+
+class Tied(nn.Module):
+    """Embedding, MLP and a tied head: the column/row pattern and both vocabulary-parallel ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.norm = nn.Embedding(64, 8), nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        h = self.emb(ids)
+        h = h + self.down(torch.relu(self.up(self.norm(h))))
+        logits = nn.functional.linear(h, self.emb.weight)
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def graph(tools: Any, model: nn.Module, *args: Tensor) -> fx.GraphModule:
+    gm = run(tools.export(model, args), PREPARE)
+    annotate(gm, lambda fqn: True)
+    return gm
+
+
+def complete(model: nn.Module, gm: fx.GraphModule, mesh: Mesh, batch: int, zero: int = 0) -> fx.GraphModule:
+    names = frozenset(n for n, _ in model.named_parameters())
+    inputs = frozenset(n.name for n in gm.graph.nodes if n.op == "placeholder")
+    return complete_layouts(gm, mesh, parameters=names, batch_inputs=inputs, batch=batch, zero=zero)[0]
+
+
+def test_text_spec_numbers(tools: Any) -> None:
+    ids = torch.randint(0, 64, (4, 6))
+    model = Tied()
+    labels = ids.roll(-1, 1)
+    gm = graph(tools, model, ids, labels)
+    after = tools.golden(lambda g: complete(model, g, FOUR, 4, zero=1), "complete_layouts", gm)
+    for node in after.graph.nodes:
+        assert not is_tensor(node) or fact(node).strategy is not None, node
+        if is_op(node):
+            plan = fact(node).strategy
+            assert plan is not None and len(plan.choices) == 2
+    tools.same_numbers(gm, after, (ids, labels))
+
+
+def test_a_loss_that_is_not_a_sum_over_rows_needs_one_microbatch(tools: Any) -> None:
+    class Spread(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).sum(0).square().sum()
+
+    model = Spread(4, 4)
+    gm, mesh = graph(tools, model, torch.randn(4, 4)), Mesh((Axis("time", 2, (2, 2)),))
+    with pytest.raises(AutoparError, match="microbatches=1"):
+        complete(model, gm, mesh, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "used", "zero", "rest", "entry"),
+    [
+        ((8, 6), "R S0", 0, "I S0", "R S0"),
+        ((8, 6), "R S0", 1, "S1 S0", "R S0"),
+        ((8, 6), "R S0", 3, "S1 S0", "S1 S0"),
+        ((8,), "R S0", 3, "S0@1 S0@0", "S0@1 S0@0"),
+        ((8,), "R I", 3, "S0 I", "S0 I"),
+        ((5, 3), "R I", 3, "S0 I", "S0 I"),
+        ((), "R I", 3, "I I", "R I"),
+        ((12, 7), "R S0(8+4)", 0, "I S0", "R S0(8+4)"),
+        ((12, 7), "R S0(8+4)", 3, "S0@1 S0@0", "S0(8+4)@1 S0(8+4)@0"),
+    ],
+)
+def test_how_parameters_rest(shape: tuple[int, ...], used: str, zero: int, rest: str, entry: str) -> None:
+    v = Value(shape, torch.float32, True)
+    found = rest_and_entry(v, Layout.parse(used, len(shape)), FOUR, zero)
+    assert tuple(map(str, found)) == (rest, entry)

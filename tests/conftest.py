@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -11,8 +12,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True)
-def _same_seed() -> None:
-    """Every test starts from one seed, so that it draws the same numbers alone and in the whole run."""
+def _alone() -> Iterator[None]:
+    """Every test draws the same numbers alone and in the whole run, and leaves no process group behind."""
     import torch
+    import torch.distributed as dist
 
     torch.manual_seed(0)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()

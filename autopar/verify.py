@@ -49,6 +49,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, lr=LR["sgd"], momentum=0.9),
 }
 PRECISIONS = {"fp64": "adamw", "fp32": "sgd"}  # in fp32 Adam divides rounding errors by their own size
+PRELOAD = ("autopar.verify", "torch.export", "torch._dynamo")  # what every rank would import by itself
 NOISY = 8  # runs of eager that show how far its last bits carry
 WORST = 16  # differences in a result
 TIMEOUT = 300.0  # seconds for one plan, capture in the ranks included
@@ -101,7 +102,9 @@ def verify_many(
     with ExitStack() as stack:
         values = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-verify-"))) / "values.pt"
         torch.save((subject.captured.attributes, subject.inputs), values)
-        pool = pool or stack.enter_context(RankPool(ranks, timeout=TIMEOUT))
+        if pool is None:
+            homes = {type(module).__module__ for module in subject.loaded.model.modules()} - {"__main__"}
+            pool = stack.enter_context(RankPool(ranks, timeout=TIMEOUT, preload=(*PRELOAD, *sorted(homes))))
         for pins in plans:
             try:
                 plan = _plan(subject, pins, ranks)

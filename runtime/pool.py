@@ -50,18 +50,19 @@ class _Failure:
 class RankPool:
     """``world_size`` processes that run one function at a time, all ranks together.
 
-    ``timeout`` (seconds) bounds each `run`. An exception on a rank is raised here, with a note that names the rank. A
-    rank that dies or hangs ends all ranks and raises one `AutoparError` that names it; the next `run` starts new ones.
+    ``timeout`` (seconds) bounds each `run`; ``preload``: modules to import once for all ranks, where this is the first
+    pool of the process. An exception on a rank is raised here, with a note that names the rank. A rank that dies or
+    hangs ends all ranks and raises one `AutoparError` that names it; the next `run` starts new ones.
 
         >>> with RankPool(2) as pool:                                   # doctest: +SKIP
         ...     pool.run(math.pow, 2.0)      # rank 0: pow(0, 2.0), rank 1: pow(1, 2.0)
         [0.0, 1.0]
     """
 
-    def __init__(self, world_size: int, timeout: float = 60.0) -> None:
+    def __init__(self, world_size: int, timeout: float = 60.0, preload: Sequence[str] = ()) -> None:
         if world_size < 1 or timeout <= 0:
             raise AutoparError(f"pool: {world_size} ranks and a timeout of {timeout} s (both must be positive).")
-        self.world_size, self.timeout = world_size, timeout
+        self.world_size, self.timeout, self.preload = world_size, timeout, preload
         self._ranks: list[tuple[Any, Connection]] = []
         self._store: Any = None
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -103,7 +104,7 @@ class RankPool:
         from torch._C._distributed_c10d import TCPStore
 
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", "autopar.runtime.ops"])
+        context.set_forkserver_preload(["torch", "torch.distributed", "autopar.runtime.ops", *self.preload])
         self._folder = tempfile.TemporaryDirectory(prefix="autopar-pool-")
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank in range(self.world_size):

@@ -10,10 +10,12 @@ from torch import Tensor, fx, nn
 
 from autopar.errors import AutoparError
 from autopar.passes import PREPARE, run
-from autopar.passes.complete_layouts import complete_layouts, rest_and_entry
+from autopar.passes.complete_layouts import complete_layouts, complete_prologue, rest_and_entry
 from autopar.passes.completion import is_op
 from autopar.passes.facts import Value, annotate, fact, is_tensor
+from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.split_prologue import split_prologue
 
 FOUR = Mesh((Axis("dp", 2), Axis("tp", 2)))
 
@@ -41,7 +43,7 @@ def graph(tools: Any, model: nn.Module, *args: Tensor) -> fx.GraphModule:
 
 def complete(model: nn.Module, gm: fx.GraphModule, mesh: Mesh, batch: int, zero: int = 0) -> fx.GraphModule:
     names = frozenset(n for n, _ in model.named_parameters())
-    inputs = frozenset(n.name for n in gm.graph.nodes if n.op == "placeholder")
+    inputs = frozenset(n.name for n in gm.graph.nodes if n.op == "placeholder" and not n.name.startswith("hoisted"))
     return complete_layouts(gm, mesh, parameters=names, batch_inputs=inputs, batch=batch, zero=zero)[0]
 
 
@@ -88,3 +90,18 @@ def test_how_parameters_rest(shape: tuple[int, ...], used: str, zero: int, rest:
     v = Value(shape, torch.float32, True)
     found = rest_and_entry(v, Layout.parse(used, len(shape)), FOUR, zero)
     assert tuple(map(str, found)) == (rest, entry)
+
+
+def test_a_prologue_that_depends_on_the_order_of_rows_needs_one_microbatch(tools: Any) -> None:
+    class Neighbours(nn.Linear):
+        def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+            return super().forward(x).square().sum() / weight.cumsum(0).max()
+
+    model, mesh = Neighbours(4, 4), Mesh((Axis("dp", 2), Axis("time", 2, (2, 2))))
+    gm = run(graph(tools, model, torch.randn(4, 4), torch.rand(4)), ("hoist_normalisers",))
+    prologue, body, _ = split_prologue(gm)
+    assert prologue is not None
+    body = complete(model, body, mesh, 4)
+    read = {n.name: produced_layout(n) for n in body.graph.nodes if n.op == "placeholder"}
+    with pytest.raises(AutoparError, match="in their order"):
+        complete_prologue(prologue, mesh, read)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -157,16 +157,24 @@ def placements(layout: Layout, order: Sequence[int]) -> list[Placement]:
 
 @contextmanager
 def naming(ranks: Ranks, step: int) -> Iterator[None]:
-    """Say which ranks a failed collective waited for; every rank notes in the store which step it has begun."""
+    """Say which ranks a failed collective waited for. Every rank notes in the store which step it has begun (0: what
+    comes before the first), and what it failed with."""
+    begun = str(step)
     try:
-        ranks.store.set(f"step/{ranks.rank}", str(step))
+        ranks.store.set(f"step/{ranks.rank}", begun)
         yield
-    except RuntimeError as error:
+    except RankError:
+        raise
+    except Exception as error:
         text = str(error)
-        if not any(word in text for word in ("gloo", "NCCL", "Timed out", "Connection", "closed by peer", "c10d")):
+        waited = ("gloo", "NCCL", "Timed out", "Connection", "closed by peer", "c10d")
+        if not isinstance(error, RuntimeError) or not any(word in text for word in waited):
+            with suppress(RuntimeError):  # the others time out without knowing why
+                ranks.store.set(f"step/{ranks.rank}", f"{begun} {type(error).__name__}: {' '.join(text.split())[:200]}")
             raise
+        when = f"in step {step}" if step else "before the first step"
         raise RankError(
-            f"{ranks}: waited in vain for another rank in step {step}: {_missing(ranks, step)} "
+            f"{ranks}: waited in vain for another rank {when}: {_missing(ranks, step)} "
             f"(timeout {ranks.timeout.total_seconds():g} s; {text.splitlines()[0][:200]}). Look at its own error first."
         ) from error
 
@@ -176,10 +184,13 @@ def _missing(ranks: Ranks, step: int) -> str:
     for other in range(ranks.mesh.ranks):
         try:
             key = f"step/{other}"
-            begun = int(ranks.store.get(key)) if ranks.store.check([key]) else 0
+            noted = ranks.store.get(key).decode() if ranks.store.check([key]) else "0"
         except Exception:  # the store went with the rank that held it
             return "the store is gone too, so rank 0's host has left"
-        if begun < step:
+        begun, _, failure = noted.partition(" ")
+        if failure:
+            behind.append(f"rank {other} failed in step {begun} with {failure}")
+        elif int(begun) < step:
             behind.append(f"rank {other} is in step {begun}")
     return ", ".join(behind) or "every rank has begun it, one stopped inside"
 

@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore
 
 from autopar.build import Prepared, apply, choose, plan_mesh, prepare
 from autopar.capture import Capture, capture
 from autopar.cluster import Cluster
 from autopar.count_collectives import counted
 from autopar.errors import AutoparError
+from autopar.passes.layout import Layout
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins, ResolvedPins, resolve
+from autopar.placed import Placed
 from autopar.plan import Plan, loads
-from autopar.runtime.mesh import TIMEOUT, Ranks, connect, join
-from autopar.runtime.parameters import clip_grad_norm_, from_rank_0, place
+from autopar.rests import resting, rests_of
+from autopar.runtime.agree import agree
+from autopar.runtime.mesh import TIMEOUT, Ranks, connect, join, naming
+from autopar.runtime.parameters import place
 from autopar.runtime.program import Program
+from autopar.signature import Signature
+
+_programs = itertools.count()  # ranks compile in the same order, so the number is the same on all
 
 
-class Parallel(nn.Module):
+@dataclass(frozen=True)
+class Ready:
+    """One capture with its plan, and the program of this rank where the plan's ranks are running."""
+
+    captured: Capture
+    prepared: Prepared
+    plan: Plan
+    program: Program | None
+
+
+class Parallel(Placed):
     """A model as trained on a cluster. Made by `compile`.
 
     Its parameters are DTensors under the model's own names, its buffers and ``state_dict`` keys the model's. Give
-    ``parameters()`` to any optimizer; call `step` once per global batch. All ranks call the same methods.
+    ``parameters()`` to any optimizer; call `step` once per global batch, or the module itself in eval mode. All ranks
+    call the same methods in the same order. The model that was given keeps its first values: read ``state_dict()``.
+
+    ``train()`` and ``eval()`` choose the mode. In train mode modules that the user had in eval mode when compiling stay
+    in it (a frozen BatchNorm). A submodule named like one of these methods is reached by `get_submodule`.
     """
 
     def __init__(
@@ -43,184 +68,220 @@ class Parallel(nn.Module):
         timeout: timedelta,
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__()
+        super().__init__(cluster.ranks)
         if inputs not in ("global", "local"):
             raise AutoparError(
                 f"compile: inputs={inputs!r} is not known. Use "
                 "'global' (every rank has the batch) or 'local' (its rows)."
             )
         self._model = [model]  # in a list, so that nn.Module does not count it as its own
+        self._modes = {module: module.training for module in model.modules()}
         self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
         self._options = dict(options)
         self._ranks: Ranks | None = None
-        self._held: list[nn.Module] = []  # one: the tree of names; in a list, so that it is no submodule
-        self._captured: dict[bool, Capture] = {}
-        self._programs: dict[bool, Program] = {}
-        self._plans: dict[bool, Plan] = {}
+        self._rests: dict[str, Layout] = {}
+        self._ready: dict[bool, list[Ready]] = {True: [], False: []}  # of train mode there is one
         self.training = model.training
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
     def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Capture and plan for these example inputs, in the current mode; on a cluster emit this rank's program."""
-        mode = self.training
-        model = self._model[0]
-        model.train(mode)
-        started = time.perf_counter()
-        options = self._options if mode else {**self._options, "loss_required": False, "global_batch": None}
-        if self._inputs == "local" and options.get("global_batch") is None:
-            options = {**options, "global_batch": self._rows(args, kwargs) * self._data_ranks()}
-        captured = capture(model, args, kwargs, **options)
-        took = {"capture": time.perf_counter() - started}
-        _, size = join()
-        pins = resolve(
-            self._pins if mode else replace(self._pins, microbatches=None), self._cluster.ranks, captured.batch
-        )
-        if size != 1 and size != pins.ranks:
-            raise AutoparError(
-                f"compile: the cluster has {pins.ranks} ranks and {size} processes are running. Launch with "
-                f"torchrun --nproc-per-node {pins.ranks}, or give Cluster.local(ranks={size})."
-            )
-        given = self._given if mode else None
-        prepared = prepare(captured, given.microbatches if given is not None else pins.microbatches)
-        took["prepare"] = time.perf_counter() - started - sum(took.values())
-        plan = counted(choose(prepared, pins, self._cluster) if given is None else given, prepared)
-        took["plan"] = time.perf_counter() - started - sum(took.values())
-        self._captured[mode], self._plans[mode] = captured, replace(plan, timings=took)
-        if size == plan.ranks:
-            self._emit(mode, prepared, plan)
+        """Capture and plan for these example inputs, in the current mode; on a cluster emit this rank's program.
 
-    def _emit(self, mode: bool, prepared: Prepared, plan: Plan) -> None:
+        Collective. `step` and the call do it themselves when they need it. In train mode there is one program; in eval
+        mode one for each shape of the inputs. Raises AutoparError for what cannot be captured or planned.
+        """
+        mode = self.training
+        if mode and self._ready[True]:
+            raise AutoparError("prepare: training is planned already. Call compile again for other inputs.")
+        started = time.perf_counter()
+        rank, size = join(self._timeout)
+        took: dict[str, float] = {}
+
+        def own() -> Prepared:
+            captured = self._capture(args, kwargs, check=rank == 0)
+            took["capture"] = time.perf_counter() - started
+            prepared = prepare(captured, self._microbatches(mode))
+            took["prepare"] = time.perf_counter() - started - sum(took.values())
+            return prepared
+
+        prepared, text = agree(
+            "compile", own, lambda made: made.captured.hash, lambda made: self._choose(made).dumps(), self._timeout
+        )
+        took["plan"] = time.perf_counter() - started - sum(took.values())
+        plan = replace(loads(text), timings=took)
+        program = self._emit(prepared, plan) if size == plan.ranks else None
+        self._ready[mode].append(Ready(prepared.captured, prepared, plan, program))
+
+    def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any], check: bool) -> Capture:
+        model, mode, options = self._model[0], self.training, dict(self._options)
+        if not mode:
+            options |= {"loss": None, "loss_required": False, "global_batch": None}
+        if self._inputs == "local" and options["global_batch"] is None:
+            examples = Signature.of(model, args, kwargs, options["batch_dims"] or {}, options["loss"] is not None)
+            options["global_batch"] = examples.rows * self._data_ranks()
+        kept = mode and self._modes[model]
+        with _in_modes(self._modes if kept else dict.fromkeys(self._modes, mode), after=self._modes):
+            return capture(model, args, kwargs, check=check, **options)
+
+    def _choose(self, prepared: Prepared) -> Plan:
+        """The plan: the given one, or one for the pins, for parameters that rest where they rest already."""
+        captured = prepared.captured
+        if captured.training and self._given is not None:
+            plan = self._given
+        else:
+            pins = self._pins if captured.training else replace(self._pins, microbatches=None)
+            plan = choose(prepared, resolve(pins, self._cluster.ranks, captured.batch), self._cluster)
+        rests = self._rests or ({} if self._given is None else rests_of(self._given))
+        return counted(resting(plan, rests) if rests else plan, prepared)
+
+    def _microbatches(self, mode: bool) -> int:
+        if not mode:
+            return 1
+        return self._given.microbatches if self._given is not None else self._pins.microbatches or 1
+
+    def _emit(self, prepared: Prepared, plan: Plan) -> Program:
         if self._ranks is None:
             self._ranks = connect(plan_mesh(plan), self._timeout)
         ranks = self._ranks.for_mesh(plan_mesh(plan))
-        plan = loads(_text_from_rank_0(plan.dumps(), ranks))
-        lowerable = with_changes(apply(plan, prepared))
-        local = lower(lowerable, ranks.rank, ranks.group_names, ranks.device)
-        if not self._held:
-            self._adopt(place(self._model[0], local.parameters, ranks))
-        self._plans[mode] = replace(plan, timings=self._plans[mode].timings)
-        self._programs[mode] = Program(local, self._held[0], ranks, prepared.captured.constants)
+        ranks = replace(ranks, store=PrefixStore(f"program/{next(_programs)}", ranks.store))
+        with naming(ranks, 0):
+            lowerable = with_changes(apply(plan, prepared))
+            emitted = lower(lowerable, ranks.rank, ranks.group_names, ranks.device)
+            if not self._held:
+                self._adopt(place(self._model[0], emitted.parameters, ranks))
+                self._rests = rests_of(plan)
+            return Program(emitted, self._names("step"), ranks, prepared.captured.constants)
 
-    def _adopt(self, names: nn.Module) -> None:
-        """Take over the names, so that they are this module's own; methods of `Parallel` keep precedence."""
-        self._held.append(names)
-        self._modules.update(names._modules)
-        self._parameters.update(names._parameters)
-        self._buffers.update(names._buffers)
-        self._non_persistent_buffers_set |= names._non_persistent_buffers_set
+    def _data_ranks(self) -> int:
+        return self._pins.dp or self._cluster.ranks // (self._pins.tp or 1)
 
-    # -- training ---------------------------------------------------------------------------------------------------
+    # -- running ----------------------------------------------------------------------------------------------------
 
     def step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Forward and backward of the whole global batch; returns its loss, 0-d, the same on every rank.
 
-        Takes what the model's forward takes. Adds to ``.grad`` as ``backward()`` does; buffers are updated in place.
-        Raises AutoparError for inputs that do not fit the plan and where another rank does not answer.
+        Takes what the model's forward takes (with ``loss=`` also what only the loss takes). Adds to ``.grad`` as
+        ``backward()`` does; buffers are updated in place. Raises AutoparError for inputs that do not fit the plan and
+        where another rank does not answer.
         """
-        return self._step(args, kwargs, outputs=False)[0]
+        return self._step(args, kwargs, outputs=False)[1][0]
 
     def step_with_outputs(self, *args: Any, **kwargs: Any) -> Any:
         """As `step`, but returns what the model's forward returns (with ``loss=``: the loss and that), all global."""
-        leaves = self._step(args, kwargs, outputs=True)
-        return self._captured[True].unflatten_outputs(leaves)
+        ready, leaves = self._step(args, kwargs, outputs=True)
+        return ready.captured.unflatten_outputs(leaves)
 
-    def _step(self, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: bool) -> tuple[Tensor, ...]:
+    def _step(self, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: bool) -> tuple[Ready, tuple[Tensor, ...]]:
         if not self.training:
             raise AutoparError(
                 "step: the model is in eval mode. Call parallel.train() first, or parallel(...) for outputs."
             )
-        program = self._program(args, kwargs)
-        return program.step(self._tensors(program, args, kwargs), inputs_are=self._inputs, outputs=outputs)
+        if not torch.is_grad_enabled():
+            raise AutoparError(
+                "step: gradients are off (no_grad or inference_mode around it). Leave it, or call parallel(...)."
+            )
+        ready, program, tensors = self._call(args, kwargs)
+        return ready, program.step(tensors, inputs_are=self._inputs, outputs=outputs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model's forward returns for the global batch, without gradients, in train or eval mode."""
-        program = self._program(args, kwargs)
-        leaves = program.forward(self._tensors(program, args, kwargs), inputs_are=self._inputs)
-        return self._captured[self.training].unflatten_outputs(leaves)
+        """What the model's forward returns for the global batch, as global tensors without gradients.
 
-    def _tensors(self, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-        captured = self._captured[self.training]
-        rows = captured.batch // program.data_world_size if self._inputs == "local" else captured.batch
-        return captured.flatten_inputs(args, kwargs, rows=rows)
-
-    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Program:
-        if self.training not in self._plans:
-            self.prepare(args, kwargs)
-        if self.training not in self._programs:
-            plan = self._plans[self.training]
+        For eval mode; inputs of another shape are captured anew, whatever the global batch of training. In train mode
+        only under ``torch.no_grad()``, with what `step` takes; buffers are then updated.
+        """
+        if self.training and torch.is_grad_enabled():
             raise AutoparError(
-                f"step: the plan ({plan.one_line()}) needs {plan.ranks} processes, this is one. "
-                f"Launch with: torchrun --standalone --nproc-per-node {plan.ranks} your_script.py"
+                "forward: the model is in train mode, and a call gives no gradients. Use parallel.step(...) to train, "
+                "parallel.eval() or torch.no_grad() for outputs alone."
             )
-        return self._programs[self.training]
+        ready, program, tensors = self._call(args, kwargs)
+        leaves = program.forward(tensors, inputs_are=self._inputs)
+        made = ready.captured.unflatten_outputs(leaves)
+        return made[1] if ready.captured.has_loss and ready.captured.outputs.loss_leaf is None else made
+
+    def _call(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Ready, Program, tuple[Tensor, ...]]:
+        """The program for these inputs, made if there is none, and their tensors."""
+        if torch.is_autocast_enabled(self._ranks.device.type if self._ranks else "cpu"):
+            raise AutoparError(
+                "autocast: is on around the step (the plan computes in the model's own dtypes). Leave it, or cast the "
+                "model before compile."
+            )
+        mode = self.training
+        for ready in self._ready[False] * (not mode):
+            program = self._program(ready)
+            with suppress(AutoparError):
+                return ready, program, self._tensors(ready, program, args, kwargs)
+        if not mode or not self._ready[True]:
+            self.prepare(args, kwargs)
+        ready = self._ready[mode][-1]
+        program = self._program(ready)
+        with naming(program.ranks, program.steps + 1):
+            return ready, program, self._tensors(ready, program, args, kwargs)
+
+    def _tensors(
+        self, ready: Ready, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Tensor, ...]:
+        batch = ready.captured.batch
+        rows = batch // program.data_world_size if self._inputs == "local" else batch
+        return ready.captured.flatten_inputs(args, kwargs, rows=rows)
+
+    def _program(self, ready: Ready) -> Program:
+        if ready.program is None:
+            _, size = join(self._timeout)
+            raise AutoparError(
+                f"step: the plan ({ready.plan.one_line()}) needs {ready.plan.ranks} processes, there is {size}. "
+                f"Launch with: torchrun --standalone --nproc-per-node {ready.plan.ranks} your_script.py"
+            )
+        return ready.program
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over all parameters of the model, as one process would; the norm before."""
-        if self._ranks is None or not self._held:
+        if not self._ready[True]:
             raise AutoparError("clip_grad_norm_: there are no gradients yet. Call step first.")
-        return clip_grad_norm_(self._held[0], self._ranks, max_norm, norm_type, error_if_nonfinite)
+        return self._program(self._ready[True][0]).clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     # -- looking ----------------------------------------------------------------------------------------------------
 
     @property
     def plan(self) -> Plan:
-        """The plan of training."""
-        plan = self._plans.get(True) or self._plans.get(False)
-        if plan is None:
-            raise AutoparError("plan: the model is not captured yet. Give compile args=, or call step once.")
-        return plan
+        """The plan of training (of the first call, where there was none in train mode)."""
+        return self._first("plan").plan
+
+    def detailed_plan(self) -> Plan:
+        """The plan with ``predicted.divided`` filled in, for which the program is emitted once more per axis."""
+        from autopar.divided import divided
+
+        first = self._first("plan")
+        shares = divided(first.plan, first.prepared)
+        return replace(first.plan, predicted=replace(first.plan.predicted, divided=shares))
 
     def explain(self) -> str:
-        """The plan as a page of text."""
+        """The plan as a page of text, with the share that each axis takes off a rank."""
         from autopar.explain import explain
 
-        return explain(self.plan).text()
+        return explain(self.detailed_plan()).text()
 
     @property
     def local(self) -> Local:
-        """The program of this rank."""
-        return next(iter(self._programs.values())).local
+        """The program of this rank, in train mode where there is one."""
+        return self._program(self._first("local")).local
 
     @property
     def data_rank(self) -> int:
         """Which of the `data_world_size` pieces of every batch this rank reads, for a sampler."""
-        return self._any_program().data_rank
+        return self._program(self._first("data_rank")).data_rank
 
     @property
     def data_world_size(self) -> int:
         """Into how many pieces the ranks cut every batch."""
-        return self._any_program().data_world_size
+        return self._program(self._first("data_world_size")).data_world_size
 
-    def _any_program(self) -> Program:
-        if not self._programs:
-            raise AutoparError("data_rank: there is no program yet. Give compile args= and run it under torchrun.")
-        return next(iter(self._programs.values()))
-
-    def parameters(self, recurse: bool = True) -> Any:
-        """The parameters; only known once the model is captured."""
-        if not self._held:
-            ranks = self._cluster.ranks
-            raise AutoparError(
-                "parameters: they exist once the model is captured on its ranks. Give compile args=, and launch with "
-                f"torchrun --standalone --nproc-per-node {ranks} your_script.py"
-            )
-        return super().parameters(recurse)
-
-    def train(self, mode: bool = True) -> Parallel:
-        """Set train or eval mode; the other mode is captured when it is first called."""
-        self.training = mode
-        return self
-
-    @staticmethod
-    def _rows(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-        from torch.utils._pytree import tree_leaves
-
-        first = next((t for t in tree_leaves((args, dict(kwargs))) if isinstance(t, Tensor) and t.ndim), None)
-        return first.shape[0] if first is not None else 1
-
-    def _data_ranks(self) -> int:
-        return self._pins.dp or self._cluster.ranks // (self._pins.tp or 1)
+    def _first(self, what: str) -> Ready:
+        found = [*self._ready[True], *self._ready[False]]
+        if not found:
+            raise AutoparError(f"{what}: the model is not captured yet. Give compile args=, or call step once.")
+        return found[0]
 
 
 def compile(
@@ -237,13 +298,14 @@ def compile(
     inputs: str = "global",
     timeout: timedelta = TIMEOUT,
 ) -> Parallel:
-    """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank.
+    """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank. Collective under torchrun.
 
-    ``cluster``: a `Cluster`, a shipped name or a JSON file (default: the ranks that torchrun started, or one).
+    ``cluster``: a `Cluster`, a shipped name or a JSON file (default: the ranks that torchrun started, or the plan's).
     ``args``, ``kwargs``: example inputs (without them capture waits for the first step); ``global_batch``: rows that a
     step takes over all ranks (default: those of the examples). ``pins``: what is fixed, ``{"dp": 2, "tp": 2}``.
     ``plan``: a saved plan to use instead. ``loss``: see `autopar.capture.capture`. ``inputs``: ``"global"``: every rank
-    gives `Parallel.step` the whole batch, ``"local"``: its own rows. ``timeout``: how long a rank waits for another.
+    gives `Parallel.step` the whole batch, ``"local"``: its own rows (also as example, where ``global_batch`` does not
+    say otherwise). ``timeout``: how long a rank waits for another.
 
     Raises AutoparError, one line, for whatever cannot be done exactly as asked.
 
@@ -256,26 +318,58 @@ def compile(
     """
     if not isinstance(model, nn.Module):
         raise AutoparError(f"compile: model is a {type(model).__name__}, not an nn.Module. Give the module itself.")
-    if cluster is None:
-        cluster = Cluster.local(ranks=join()[1])
     found = Plan.load(plan) if isinstance(plan, (str, Path)) else plan
     parsed = Pins.parse(pins)
+    _, size = join(timeout)
+    if cluster is None:
+        cluster = Cluster.local(ranks=found.ranks if found is not None and size == 1 else size)
+    cluster = Cluster.of(cluster)
+    if found is not None:
+        _refuse_beside_plan(found, parsed, cluster, global_batch)
+        global_batch, parsed = found.batch, _pins_of(found)
+    if size not in (1, cluster.ranks):
+        raise AutoparError(
+            f"compile: the cluster has {cluster.ranks} ranks and {size} processes are running. Launch with "
+            f"torchrun --nproc-per-node {cluster.ranks}, or give Cluster.local(ranks={size})."
+        )
+    resolve(parsed, cluster.ranks)
     options = {"global_batch": global_batch, "loss": loss, "batch_dims": batch_dims}
-    parallel = Parallel(
-        model, Cluster.of(cluster), pins=parsed, plan=found, inputs=inputs, timeout=timeout, options=options
-    )
-    resolve(parsed, parallel._cluster.ranks)
+    parallel = Parallel(model, cluster, pins=parsed, plan=found, inputs=inputs, timeout=timeout, options=options)
     if args is not None or kwargs is not None:
         parallel.prepare(tuple(args or ()), dict(kwargs or {}))
     return parallel
 
 
-def _text_from_rank_0(text: str, ranks: Ranks) -> str:
-    """Rank 0's text on every rank."""
-    data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-    (length, *_), *_ = ranks.gather_numbers([len(data)])
-    full = from_rank_0(data if ranks.rank == 0 else torch.empty(length, dtype=torch.uint8), ranks)
-    return bytes(full.tolist()).decode()
+def _refuse_beside_plan(plan: Plan, pins: Pins, cluster: Cluster, global_batch: int | None) -> None:
+    if pins.named():
+        raise AutoparError(f"compile: pins ({pins.text()}) beside a plan, which is finished. Give one of them.")
+    if plan.ranks != cluster.ranks:
+        raise AutoparError(
+            f"compile: the plan ({plan.one_line()}) is for {plan.ranks} ranks, the cluster has {cluster.ranks}. Launch "
+            f"with torchrun --nproc-per-node {plan.ranks}, or plan again."
+        )
+    if global_batch not in (None, plan.batch):
+        raise AutoparError(
+            f"compile: global_batch={global_batch}, the plan is for {plan.batch} rows. Leave it out, or plan again."
+        )
+
+
+def _pins_of(plan: Plan) -> Pins:
+    """What eval mode has to keep of a plan that was made for training."""
+    tp = math.prod(axis.size for axis in plan.axes if axis.name == "tp")
+    return Pins(dp=plan.ranks // tp, tp=tp, zero=plan.zero, microbatches=plan.microbatches)
+
+
+@contextmanager
+def _in_modes(modes: Mapping[nn.Module, bool], after: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Every module in its mode, and afterwards as the user had it."""
+    try:
+        for module, mode in modes.items():
+            module.training = mode
+        yield
+    finally:
+        for module, mode in after.items():
+            module.training = mode
 
 
 __all__ = ["Parallel", "ResolvedPins", "compile"]

@@ -300,7 +300,7 @@ def _make_plan(options: argparse.Namespace) -> Plan:
         pins=pins,
         global_batch=options.global_batch,
     )
-    return parallel.plan
+    return parallel.detailed_plan()
 
 
 def _cluster_of(options: argparse.Namespace) -> Cluster:

@@ -74,7 +74,7 @@ def compiled(monkeypatch):
 
     def compile(model, cluster, **options):
         calls.append((model, cluster, options))
-        return types.SimpleNamespace(plan=plan)
+        return types.SimpleNamespace(detailed_plan=lambda: plan)
 
     monkeypatch.setitem(vars(autopar), "compile", compile)
     return types.SimpleNamespace(calls=calls, plan=plan)

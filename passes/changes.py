@@ -55,6 +55,8 @@ def moves(layout: Layout, wanted: frozenset[tuple[int, tuple[int, ...]]], v: Val
         dim = layout.dim_of(axis)
         if dim is not None and layout.dims[dim].axes[-1] != axis:
             continue  # only the innermost cut of a dim can be taken off
+        if dim is not None and over_time and layout.dims[dim].parts:
+            continue  # rows that restart in every part stay so: no change over time has parts
         for target in "RIP":
             row = f"{kind}>{target}"
             if row in COLLECTIVES and (not over_time or row in OVER_TIME):

@@ -8,7 +8,7 @@ is what comes out.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -18,23 +18,8 @@ from autopar.passes.changes import cost
 from autopar.passes.completion import Completion, is_op, produced_parts
 from autopar.passes.divide_work import Undivided, divide_work
 from autopar.passes.facts import KEY, Choice, Strategy, Value, fact, is_tensor, operand_nodes, value
-from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.layout import Axis, Layout, Mesh, Split
 from autopar.passes.strategy import rule
-
-ORDER_FREE = {
-    "amax",
-    "amin",
-    "max",
-    "min",
-    "aminmax",
-    "any",
-    "all",
-    "prod",
-    "logsumexp",
-    "norm",
-    "linalg_vector_norm",
-    "median",
-}
 
 
 def follow(state: Completion, axis: int) -> None:
@@ -118,45 +103,33 @@ def _outermost(layout: Layout, axis: int, mesh: Mesh) -> Layout:
 
 
 def complete_prologue(gm: fx.GraphModule, mesh: Mesh, inputs: Mapping[str, Layout]) -> fx.GraphModule:
-    """Strategies for what is computed once a step. ``inputs``: how the body reads each placeholder. What arrives cut is
-    followed, results leave invariant.
-
-    A rank has its rows of all microbatches, so that rows of all ranks stand in (rank, microbatch) order: an op whose
-    result could depend on the order of rows raises AutoparError.
-    """
+    """Strategies for what is computed once a step. ``inputs``: how the body reads each placeholder. A rank has its rows
+    of all microbatches, one after another. What arrives cut is followed, results leave invariant."""
     state = Completion(gm, mesh)
     for node in state.leaves:
         if node.op == "placeholder":
-            layout = inputs[node.name]
-            state.leaves[node] = layout if mesh.time is None else layout.with_kind(mesh.time, "R")
+            state.leaves[node] = _joined(inputs[node.name], mesh)
     for axis in mesh.space:
         follow(state, axis)
-    if mesh.time is not None:
-        _refuse_order_of_rows(state, {name for name, held in inputs.items() if held.dim_of(mesh.time) == 0})
     record(state, 0)
     return gm
 
 
-def _refuse_order_of_rows(state: Completion, batch_inputs: Set[str]) -> None:
-    """Where ranks cut the batch, an op may only treat rows alike (its rule splits them) or reduce them whatever their
-    order."""
-    inputs = [n for n in state.leaves if n.op == "placeholder" and n.name in batch_inputs]
-    if not any(state.layout(n).dims[0].axes for n in inputs):
-        return
-    carried = batch_dims(state.gm, frozenset(batch_inputs), value(inputs[0]).shape[0])
-    for node in filter(is_op, state.gm.graph.nodes):
-        found = rule(node)
-        for slot, operand in enumerate(operand_nodes(node)):
-            dim = carried.get(operand)
-            name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "")
-            if dim is None or (name in ORDER_FREE and len(fact(node).values) == 1):
-                continue
-            if found is None or not set(found.operands[slot][dim].factors) & set(found.factors()):
-                known = fact(node)
-                raise AutoparError(
-                    f"{known.fqn or node.name}: {node.target} ({known.source}) needs the rows of all ranks and "
-                    f"microbatches in their order. Set microbatches=1 or dp=1."
-                )
+def _joined(layout: Layout, mesh: Mesh) -> Layout:
+    """How a rank holds the rows of all microbatches: its piece of each, so that every microbatch is a part.
+
+    >>> mesh = Mesh((Axis("dp", 2), Axis("time", 2, (4, 2))))
+    >>> str(_joined(Layout.parse("S0@1 S0@0", 1), mesh))
+    'S0(4+2) R'
+    """
+    if mesh.time is None:
+        return layout
+    dim, joined = layout.dim_of(mesh.time), layout.with_kind(mesh.time, "R")
+    if dim is None or not joined.dims[dim].axes:
+        return joined
+    rows = mesh.axes[mesh.time].rows
+    split = Split(joined.dims[dim].axes, rows if len(rows) > 1 else ())
+    return Layout(joined.kinds, (*joined.dims[:dim], split, *joined.dims[dim + 1 :]))
 
 
 def record(state: Completion, zero: int) -> None:

@@ -25,9 +25,10 @@ def random_layouts(
     batch_inputs: frozenset[str],
     seed: int,
     one_nesting: bool = False,
+    hoisted: frozenset[str] = frozenset(),
 ) -> fx.GraphModule:
     """Draw a strategy for every node. Over time the batch is followed, as it must be. ``one_nesting``: at rest axes nest
-    in the mesh's order, as DTensors of one device mesh do."""
+    in the mesh's order, as DTensors of one device mesh do. ``hoisted``: placeholders that the prologue fills, whole."""
     rng = random.Random(seed)
     state = Completion(gm, mesh, parameters)
     if mesh.time is not None:
@@ -54,7 +55,9 @@ def random_layouts(
             )
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), state.order, (), (entry,)), rest=rest)
         elif node.op == "placeholder":
-            layout = _random(value(node), state.leaves[node], mesh, rng, "I", uneven=False)
+            layout = state.leaves[node]
+            if node.name not in hoisted:
+                layout = _random(value(node), layout, mesh, rng, "I", uneven=False)
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), state.order, (), (layout,)))
         elif node in state.plans:
             node.meta[KEY] = replace(fact(node), strategy=state.plans[node])

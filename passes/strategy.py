@@ -133,8 +133,6 @@ def _layout(
         if len({p for _, p in cut}) > 1 or any(chosen[a].kind == "special" for a, _ in cut[:-1]):
             return None  # a special counts on being the innermost cut of its dim
         parts = cut[0][1] if cut else ()
-        if parts and any(mesh.axes[a].is_time for a, _ in cut):
-            return None
         dims.append(Split(tuple(a for a, _ in cut), parts) if cut else WHOLE)
     layout = Layout("".join(kinds), tuple(dims))
     if "P" in kinds and not (v.dtype.is_floating_point or v.dtype.is_complex) and v.dtype.itemsize == 1:

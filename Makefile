@@ -31,6 +31,7 @@ exact: exact-slice  ## every large table
 exact-slice: $(READY)  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)
 	$(BIN)/python -m pip install -qq --no-deps --upgrade --target build/torchvision -c constraints.txt torchvision
 	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/slice.py
+	$(BIN)/python tests/exact/random_layouts.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -90,7 +90,13 @@ def drawn(name: str, seed: int, mesh: Mesh, one_nesting: bool = False) -> Lowera
     prepared = prepare(captured, 1 if mesh.time is None else 2, to_float64(captured.graph))
     batch_inputs = frozenset(i.name for i in captured.inputs if i.batch)
     body = random_layouts(
-        copy_graph(prepared.body), mesh, frozenset(captured.parameters), batch_inputs, seed, one_nesting
+        copy_graph(prepared.body),
+        mesh,
+        frozenset(captured.parameters),
+        batch_inputs,
+        seed,
+        one_nesting,
+        frozenset(prepared.hoisted),
     )
     prologue = None
     if prepared.prologue is not None:
@@ -185,7 +191,10 @@ def _report(name: str, how: str, found: list[tuple[int, float]], started: float)
     wrong = sorted(seed for seed, worst in found if not worst <= LIMIT)
     worst = max((w for _, w in found), default=0.0)
     minutes = (time.perf_counter() - started) / 60
-    print(f"{name:8s} {how:14s} {len(found) - len(wrong)} of {len(found)} equal, worst {worst:.1e}, {minutes:.1f} minutes", flush=True)
+    print(
+        f"{name:8s} {how:14s} {len(found) - len(wrong)} of {len(found)} equal, worst {worst:.1e}, {minutes:.1f} minutes",
+        flush=True,
+    )
     if wrong:
         print(f"         wrong seeds: {wrong[:20]}", flush=True)
     return len(wrong)

@@ -107,7 +107,9 @@ def main() -> int:
     return 1 if failures else 0
 
 
-def _record(name: str, ranks: int, pins: dict[str, int], result: VerifyResult | AutoparError, wrong: str) -> dict[str, Any]:
+def _record(
+    name: str, ranks: int, pins: dict[str, int], result: VerifyResult | AutoparError, wrong: str
+) -> dict[str, Any]:
     said = {"refused": str(result)} if isinstance(result, AutoparError) else asdict(result)
     return {"model": name, "ranks": ranks, "pins": pins, "wrong": wrong, **said}
 

@@ -26,6 +26,8 @@ from autopar import AutoparError, Cluster
 from autopar.models.gpt2 import GPT2, GPT2Config
 
 CONFIG = GPT2Config(vocabulary=256, positions=128, width=192, layers=6, heads=6)
+RANK = int(os.environ.get("RANK", "0"))  # this process among those that torchrun started
+OUT = Console(width=None if sys.stdout.isatty() else 120, quiet=RANK != 0, highlight=False, markup=False)
 BATCH = 16  # rows of the global batch
 STEPS = 60
 RATE = 1e-3  # learning rate of AdamW, reached after WARMUP steps; without them the first steps amplify rounding
@@ -62,22 +64,23 @@ def train(title: str, model: nn.Module, step: Callable[[Tensor, Tensor], Tensor]
     losses: list[float] = []
     start = time.perf_counter()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console(), disable=rank() != 0) as progress:
+    with Progress(*columns, console=OUT, disable=OUT.quiet) as progress:
         task = progress.add_task(title, total=steps)
+        OUT.print(f"{title}:")
         for ids, labels in batches(corpus(), steps, seed):
             losses.append(step(ids, labels).item())
             optimizer.step()
             optimizer.zero_grad()
             warmup.step()
             progress.update(task, advance=1, description=f"{title}: loss {losses[-1]:.3f}")
-            if rank() == 0 and (len(losses) % 10 == 0 or len(losses) == 1):
+            if len(losses) % 10 == 0 or len(losses) == 1:
                 speed = len(losses) * BATCH * CONFIG.positions / (time.perf_counter() - start)
-                progress.console.print(f"  step {len(losses):3d}  loss {losses[-1]:.4f}  {speed:6,.0f} bytes/s")
+                OUT.print(f"  step {len(losses):3d}  loss {losses[-1]:.4f}  {speed:6,.0f} bytes/s")
     return losses
 
 
 def compiled(steps: int, seed: int) -> list[float]:
-    """The losses on 4 ranks; rank 0 prints the plan."""
+    """The losses on 4 ranks; prints the plan."""
     ids, labels = next(batches(corpus(), 1, seed))
     parallel = autopar.compile(fresh(seed), Cluster.local(ranks=4), args=(ids, labels), pins={"dp": 2, "tp": 2})
 
@@ -86,9 +89,8 @@ def compiled(steps: int, seed: int) -> list[float]:
         parallel.clip_grad_norm_(NORM)
         return loss
 
-    losses = train("4 ranks", parallel, step, steps, seed)
-    if rank() == 0:
-        console().print(parallel.explain(), highlight=False, markup=False)
+    losses = train("4 ranks, dp=2 tp=2", parallel, step, steps, seed)
+    OUT.print(parallel.explain(), soft_wrap=True)
     return losses
 
 
@@ -102,7 +104,7 @@ def alone(steps: int, seed: int) -> list[float]:
         nn.utils.clip_grad_norm_(model.parameters(), NORM)
         return loss
 
-    return train("1 process", model, step, steps, seed)
+    return train("1 process, plain PyTorch", model, step, steps, seed)
 
 
 def fresh(seed: int) -> GPT2:
@@ -111,22 +113,14 @@ def fresh(seed: int) -> GPT2:
     return GPT2(CONFIG)
 
 
-def rank() -> int:
-    """This process among those that torchrun started."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def console() -> Console:
-    """Standard output, kept from wrapping where it is no terminal."""
-    return Console(width=None if sys.stdout.isatty() else 120)
-
-
 def main() -> int:
     """Train twice and compare. 0: the curves agree; 1: they do not; 2: launched in a way that cannot work."""
     parser = argparse.ArgumentParser(prog="autopar.demo", description="Train a small GPT on dp=2 tp=2, and alone.")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    if options.steps < 1:
+        parser.error(f"--steps {options.steps} is not a number of steps. Legal: 1 or more.")
     try:
         losses = compiled(options.steps, options.seed)
     except AutoparError as error:
@@ -135,15 +129,14 @@ def main() -> int:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
-    if rank() != 0:
+    if RANK != 0:
         return 0
     reference = alone(options.steps, options.seed)
     worst = max(abs(a - b) / abs(b) for a, b in zip(losses, reference, strict=True))
     verdict = "within" if worst <= LIMIT else "MORE THAN"
-    console().print(
+    OUT.print(
         f"Loss {losses[0]:.4f} -> {losses[-1]:.4f}. Largest relative difference from one process over "
-        f"{options.steps} steps: {worst:.1e} ({verdict} {LIMIT:.0e}).",
-        highlight=False,
+        f"{options.steps} steps: {worst:.1e} ({verdict} {LIMIT:.0e})."
     )
     return 0 if worst <= LIMIT else 1
 

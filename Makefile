@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-slice clean
+.PHONY: demo test lint format exact exact-slice exact-layouts clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,12 +25,14 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-slice  ## every large table
+exact: exact-slice exact-layouts  ## every large table
 
 # torchvision stays out of .venv: its released build needs a CUDA torch, and transformers would import it unasked.
 exact-slice: $(READY)  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)
 	$(BIN)/python -m pip install -qq --no-deps --upgrade --target build/torchvision -c constraints.txt torchvision
 	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/slice.py
+
+exact-layouts: $(READY)  ## 500 random complete layouts of four models, 50 of them on real ranks (at most 90 minutes)
 	$(BIN)/python tests/exact/random_layouts.py
 
 clean:

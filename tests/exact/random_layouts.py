@@ -8,6 +8,7 @@ stacked semantics (all ranks in one process), ``--real`` of them on gloo ranks t
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 import warnings
@@ -148,6 +149,7 @@ def stacked(name: str, seed: int) -> float:
 def real(rank: int, name: str, seed: int, sizes: tuple[int, int]) -> float:
     """One random plan on this and the other ranks."""
     ref, mesh = subject(name), mesh_of(name, seed, sizes)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advises on full_tensor of nested shards
     ranks = connect(mesh)
     program = lower(drawn(name, seed, mesh, one_nesting=True), ranks.rank, ranks.group_names)
     model, _, _, _ = ModelSpec(f"autopar.models.{name}:make", MODELS[name]).load()
@@ -190,9 +192,9 @@ def main() -> int:
 def _report(name: str, how: str, found: list[tuple[int, float]], started: float) -> int:
     wrong = sorted(seed for seed, worst in found if not worst <= LIMIT)
     worst = max((w for _, w in found), default=0.0)
-    minutes = (time.perf_counter() - started) / 60
+    took = (time.perf_counter() - started) / 60
     print(
-        f"{name:8s} {how:14s} {len(found) - len(wrong)} of {len(found)} equal, worst {worst:.1e}, {minutes:.1f} minutes",
+        f"{name:8s} {how:14s} {len(found) - len(wrong)} of {len(found)} equal, worst {worst:.1e}, {took:.1f} minutes",
         flush=True,
     )
     if wrong:

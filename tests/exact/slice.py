@@ -63,9 +63,9 @@ def complaint(name: str, pins: dict[str, int], result: VerifyResult | AutoparErr
             return f"{axis} leaves {1 - share.flops:.3f} of the FLOPs, more than 1.02/{ideal[axis]}"
         if axis == "dp_shard" and 1 - share.param_bytes > 1.05 / ideal[axis]:
             return f"{axis} leaves {1 - share.param_bytes:.3f} of the resting bytes, more than 1.05/{ideal[axis]}"
-        if axis == "tp" and pins["tp"] == 2 and name in DIVIDE:
-            if 1 - share.flops > 0.52 or 1 - share.param_bytes > 0.55:
-                return f"tp=2 leaves {1 - share.flops:.3f} of the FLOPs, {1 - share.param_bytes:.3f} of the parameters"
+        left = max((1 - share.flops) / 0.52, (1 - share.param_bytes) / 0.55)
+        if axis == "tp" and pins["tp"] == 2 and name in DIVIDE and left > 1:
+            return f"tp=2 leaves {1 - share.flops:.3f} of the FLOPs, {1 - share.param_bytes:.3f} of the parameters"
     return ""
 
 

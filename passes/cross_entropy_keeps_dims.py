@@ -40,7 +40,8 @@ def cross_entropy_keeps_dims(gm: fx.GraphModule) -> fx.GraphModule:
     a ``log_softmax``.
 
     Half precision logits are cast to float32 first: a sum over all tokens does not fit bfloat16. Probability targets
-    keep their op: a mean of it becomes a sum over a literal count. ``reduction="none"`` stays as it is.
+    keep their op: a mean of it becomes a sum over a literal count. So does the mean of an ``nll_loss`` of anything
+    else, over `cross_entropy_count`. ``reduction="none"`` stays as it is.
 
     Example:
         ``cross_entropy_loss(view(h, [-1, V]), view(labels, [-1]))`` -> ``div(cross_entropy_sum(h, labels, None, -100,
@@ -52,7 +53,10 @@ def cross_entropy_keeps_dims(gm: fx.GraphModule) -> fx.GraphModule:
             continue
         with graph.inserting_before(node):
             loss = _recognise(graph, node)
-            new = _probabilities(graph, node) if loss is None else _sum_over_count(graph, node, loss)
+            if loss is not None:
+                new = _sum_over_count(graph, node, loss)
+            else:
+                new = (_picked if node.target in NLL else _probabilities)(graph, node)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
     drop_dead(graph)
@@ -62,13 +66,13 @@ def cross_entropy_keeps_dims(gm: fx.GraphModule) -> fx.GraphModule:
 
 
 def is_flat_loss(node: fx.Node) -> bool:
-    """Whether the node is a reduced cross entropy, or the reduced negative log likelihood of a log softmax."""
+    """Whether the node is a reduced cross entropy, a mean of log likelihoods, or a sum of those of a log softmax."""
     if node.target is aten.cross_entropy_loss.default:
         given = arguments(node)
         return given["reduction"] == MEAN or (given["reduction"] == SUM and not _of_probabilities(given))
     if node.target not in NLL or arguments(node)["reduction"] not in (MEAN, SUM):
         return False
-    return _log_softmax_of(arguments(node)["self"]) is not None
+    return arguments(node)["reduction"] == MEAN or _log_softmax_of(arguments(node)["self"]) is not None
 
 
 def _of_probabilities(given: dict[str, Any]) -> bool:
@@ -80,13 +84,14 @@ def _class_dim(logits: fx.Node) -> int:
 
 
 def _recognise(graph: fx.Graph, node: fx.Node) -> _Loss | None:
-    """None for probability targets."""
+    """None for probability targets, and for an ``nll_loss`` of no log softmax."""
     given = arguments(node)
     smoothing = float(given.get("label_smoothing", 0.0))
     logits = given["self"]
     if node.target in NLL:
         logits = _log_softmax_of(logits)
-        assert logits is not None
+        if logits is None:
+            return None
     elif _of_probabilities(given):
         return None
     mean = given["reduction"] == MEAN
@@ -165,3 +170,19 @@ def _probabilities(graph: fx.Graph, node: fx.Node) -> fx.Node:
     rows = logits.numel() // logits.shape[_class_dim(given["self"])]
     total = call(graph, aten.cross_entropy_loss.default, args, like=node)
     return total if rows == 1 else call(graph, aten.div.Tensor, (total, rows), like=node)
+
+
+def _picked(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """The mean of the log likelihoods that targets pick, as a sum over the count (or weight) of valid targets."""
+    given = arguments(node)
+    x, target, weight, ignore_index = (given[n] for n in ("self", "target", "weight", "ignore_index"))
+    dtype = node.meta["val"].dtype
+    wide = torch.float32 if dtype in NARROW else dtype
+    if wide != dtype:
+        x = call(graph, aten.to.dtype, (x, wide), like=node)
+        weight = None if weight is None else call(graph, aten.to.dtype, (weight, wide), like=node)
+    total = call(graph, node.target, (x, target, weight, SUM, ignore_index), like=node)
+    args = (target, weight, ignore_index, wide)
+    count = call(graph, torch.ops.autopar.cross_entropy_count.default, args, like=node)
+    new = call(graph, aten.div.Tensor, (total, count), like=node)
+    return new if wide == dtype else call(graph, aten.to.dtype, (new, dtype), like=node)

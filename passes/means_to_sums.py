@@ -28,7 +28,9 @@ POOLS = {aten.adaptive_avg_pool1d.default: 1, aten.adaptive_avg_pool2d.default: 
 LOSSES = {
     aten.mse_loss.default, aten.l1_loss.default, aten.smooth_l1_loss.default, aten.huber_loss.default,
     aten.binary_cross_entropy.default, aten.binary_cross_entropy_with_logits.default, aten.kl_div.default,
-    aten.soft_margin_loss.default,
+    aten.soft_margin_loss.default, aten.poisson_nll_loss.default, aten.margin_ranking_loss.default,
+    aten.hinge_embedding_loss.default, aten.cosine_embedding_loss.default, aten.triplet_margin_loss.default,
+    aten.multi_margin_loss.default,
 }  # fmt: skip
 MEAN, SUM = 1, 2  # torch's numbers for a loss's reduction
 NARROW = (torch.float16, torch.bfloat16)
@@ -176,7 +178,7 @@ def _loss(make: _Builder) -> None:
 
 
 def _elementwise(make: _Builder) -> fx.Node:
-    """The loss of every element, not reduced."""
+    """The loss of every element (or of every row, where it has one a row), not reduced."""
     target = make.node.target
     if target in (aten.mse_loss.default, aten.l1_loss.default):
         gap = make(aten.sub.Tensor, make.given["self"], make.given["target"])

@@ -11,7 +11,7 @@ from torch import fx
 import autopar.runtime.ops  # noqa: F401  (registers autopar::cross_entropy_sum)
 from autopar.passes.facts import fact
 from autopar.passes.rules.core import Rule, Special, factors
-from autopar.passes.rules.signature import NEVER, Call, plain, read, without
+from autopar.passes.rules.signature import NEVER, Call, broadcast, plain, read, without
 
 if TYPE_CHECKING:
     from autopar.passes.emit import Emitter
@@ -81,12 +81,41 @@ def elementwise_loss(node: fx.Node) -> Rule | None:
     shape = call.shape("self")
     if call["reduction"] not in (NONE, SUM) or call.shape("target") != shape:
         return None
-    if any(call.has(n) and call.shape(n) != shape for n in ("weight", "pos_weight")):
-        return None
     dims = plain("a", shape)
-    named = {n: dims for n in ("self", "target", "weight", "pos_weight") if call.has(n)}
+    named = {"self": dims, "target": dims}
+    for name in ("weight", "pos_weight"):
+        if call.has(name):
+            if len(call.shape(name)) > len(shape):
+                return None
+            named[name] = broadcast(call.shape(name), dims, shape)
     groups = [call.group("weight")] if call.has("weight") else []
     return call.rule(dims if call["reduction"] == NONE else (), named, linear=groups)
+
+
+@factors(aten.margin_ranking_loss.default, aten.hinge_embedding_loss.default, aten.poisson_nll_loss.default)
+def elementwise_margin(node: fx.Node) -> Rule | None:
+    """As `elementwise_loss`, of operands of one shape."""
+    call = read(node)
+    shapes = {call.shape(n) for n in call.slots if call.has(n)}
+    if call["reduction"] not in (NONE, SUM) or len(shapes) > 1:
+        return None
+    dims = plain("a", shapes.pop())
+    return call.rule(dims if call["reduction"] == NONE else (), {n: dims for n in call.slots if call.has(n)})
+
+
+@factors(aten.triplet_margin_loss.default, aten.cosine_embedding_loss.default, aten.multi_margin_loss.default)
+def row_loss(node: fx.Node) -> Rule | None:
+    """``x[a .], y[a .] -> z[a]`` without a reduction, ``-> z`` (partial) as a sum: a row is a vector."""
+    call = read(node)
+    given = [n for n in call.slots if call.has(n) and n != "weight"]
+    shape = max((call.shape(n) for n in given), key=len)
+    if call["reduction"] not in (NONE, SUM) or len(shape) < 2:
+        return None
+    if any(call.shape(n) not in (shape, shape[:-1]) for n in given):
+        return None
+    rows = plain("a", shape[:-1])
+    named = {n: rows if call.shape(n) == shape[:-1] else (*rows, NEVER) for n in given}
+    return call.rule(rows if call["reduction"] == NONE else (), named)
 
 
 @factors(aten.cross_entropy_loss.default, aten.nll_loss.default, aten.nll_loss_nd.default)

@@ -98,6 +98,20 @@ def einsum(node: fx.Node) -> Rule | None:
     return call.rule(result, {"tensors": dims}, linear=[frozenset({i}) for i in range(len(dims))], whole=repeated)
 
 
+@factors(aten.bilinear.default)
+def bilinear(node: fx.Node) -> Rule:
+    """``x[... i], y[... j], w[o i j], b[o] -> z[... o]``."""
+    call = read(node)
+    w = call.shape("weight")
+    lead, o, i, j = plain("b", call.shape("input1")[:-1]), _one("o", w[0]), _one("i", w[1]), _one("j", w[2])
+    return call.rule(
+        (*lead, o),
+        {"input1": (*lead, i), "input2": (*lead, j), "weight": (o, i, j), "bias": (o,)},
+        outside={"bias": ("i", "j")},
+        linear=[call.group(n, "bias") for n in ("input1", "input2", "weight")],
+    )
+
+
 def _term(term: str, shape: tuple[int, ...], spread: int) -> Dims:
     """Dims of one term of an equation; the dims of an ellipsis are aligned on the right and named by their place."""
     names: list[str] = []

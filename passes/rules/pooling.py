@@ -1,12 +1,14 @@
-"""Pools and interpolation: batch and channels split, the plane is whole (a halo would be a special)."""
+"""Pools, interpolation and sampling: batch and channels split, the plane is whole (a halo would be a special)."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import fx
 
-from autopar.passes.rules.core import Rule, factors
-from autopar.passes.rules.signature import NEVER, Call, plain, read
+from autopar.passes.rules.core import Rule, factors, localizes
+from autopar.passes.rules.signature import NEVER, Call, plain, put, read
 
 aten = torch.ops.aten
 
@@ -51,6 +53,35 @@ def max_pool(node: fx.Node) -> Rule:
 def average_pool(node: fx.Node) -> Rule:
     """As `max_pool`, and linear."""
     return _planes(read(node), linear=True)
+
+
+@factors(aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def sample(node: fx.Node) -> Rule:
+    """``x[n c . .], grid[n h w .] -> y[n c h w]``: every point reads the whole plane."""
+    call = read(node)
+    out = call.results()[0]
+    assert out is not None
+    dims = plain("n", out.shape)
+    image, grid = (*dims[:2], *(NEVER,) * (len(dims) - 2)), (dims[0], *dims[2:], NEVER)
+    return call.rule(dims, {"input": image, "grid": grid}, linear=[call.group("input")])
+
+
+@factors(aten.affine_grid_generator.default)
+def affine_grid(node: fx.Node) -> Rule:
+    """``theta[n . .] -> y[n . . .]``."""
+    call = read(node)
+    out = call.results()[0]
+    assert out is not None
+    (n,) = plain("n", out.shape[:1])
+    return call.rule((n, *(NEVER,) * (out.dim() - 1)), {"theta": (n, NEVER, NEVER)}, linear=[call.group("theta")])
+
+
+@localizes(aten.affine_grid_generator.default)
+def local_grid(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The batch of the size argument is the local one."""
+    return put(node, args, kwargs, "size", [sizes.results[0][0], *read(node)["size"][1:]])
 
 
 def _planes(call: Call, *, linear: bool) -> Rule:

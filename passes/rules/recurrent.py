@@ -1,4 +1,4 @@
-"""Recurrent layers as one op: only the batch splits."""
+"""Recurrent layers and cells as one op: only the batch splits."""
 
 from __future__ import annotations
 
@@ -23,3 +23,15 @@ def recurrent(node: fx.Node) -> Rule | None:
     sequence: Dims = (b, NEVER, NEVER) if at == 0 else (NEVER, b, NEVER)
     state: Dims = (NEVER, b, NEVER)
     return call.rule([sequence, *[state] * states], {"input": sequence, "hx": [state] * states})
+
+
+@factors(aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_tanh_cell.default, aten.rnn_relu_cell.default)
+def cell(node: fx.Node) -> Rule | None:
+    """``x[b .], h[b .], weights -> h[b .]``."""
+    call = read(node)
+    shape = call.shape("input")
+    if len(shape) != 2:
+        return None
+    state: Dims = (Dim(("b",)) if shape[0] > 1 else NEVER, NEVER)
+    hx = call.slots["hx"]
+    return call.rule([state] * len(call.results()), {"input": state, "hx": [state] * len(hx)})

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from autopar.passes.rules.core import Dim, Dims, Rule, factors
-from autopar.passes.rules.signature import NEVER, Call, dim_index, plain, read, without
+from autopar.passes.rules.signature import NEVER, Call, broadcast, dim_index, plain, read, without
 
 aten = torch.ops.aten
 
@@ -136,6 +136,18 @@ def _scanned(dims: Dims, dim: int, out: torch.Tensor | None, call: Call) -> Dims
     if out is None:
         return None
     return dims if out.dim() == len(dims) else after_reduction(dims, (dim,), False)
+
+
+@factors(aten.cosine_similarity.default, aten.pairwise_distance.default)
+def distance(node: fx.Node) -> Rule:
+    """``x[a .], y[a .] -> z[a]``: vectors are whole."""
+    call = read(node)
+    shapes = {n: call.shape(n) for n in ("x1", "x2")}
+    whole = torch.broadcast_shapes(*shapes.values())
+    gone = (dim_index(call.values.get("dim", -1), len(whole)),)
+    dims = without(plain("d", whole), *gone)
+    named = {n: broadcast(shape, dims, whole) for n, shape in shapes.items()}
+    return call.rule(after_reduction(dims, gone, bool(call.values.get("keepdim"))), named)
 
 
 @factors(aten.tril.default, aten.triu.default)

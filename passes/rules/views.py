@@ -312,6 +312,18 @@ def windows(node: fx.Node) -> Rule:
     return call.rule(after, {"self": before}, linear=[call.group("self")], sizes=sizes, whole=["k"])
 
 
+@factors(aten.col2im.default)
+def joined_windows(node: fx.Node) -> Rule:
+    """``x[n (c .) .] -> y[n c . .]``: what `windows` takes apart."""
+    call = read(node)
+    shape = call.shape("self")
+    places = call["kernel_size"][0] * call["kernel_size"][1]
+    sizes = {"c": shape[-2] // places, "k": places}
+    lead, c = plain("n", shape[:-2]), Dim(tuple(n for n in ("c",) if sizes[n] > 1))
+    before = (*lead, Dim((*c.factors, "k")), NEVER)
+    return call.rule((*lead, c, NEVER, NEVER), {"self": before}, linear=[call.group("self")], sizes=sizes, whole=["k"])
+
+
 @factors(aten.view_as_real.default, aten.view_as_complex.default)
 def complex_view(node: fx.Node) -> Rule:
     """``x[a] <-> y[a .]``, the last dim being real and imaginary part."""

@@ -61,6 +61,7 @@ PRODUCTS = [
     sample(aten.einsum.default, "bi,bj", [x(6, 2), x(6, 4)]),
     sample(aten.einsum.default, "bi,bj,b->", [x(6, 2), x(1, 4), x(6)]),
     sample(aten.einsum.default, "bii->bi", [x(6, 6, 6)]),
+    sample(aten.bilinear.default, x(6, 2, 4), x(6, 2, 6), x(12, 4, 6), x(12)),
 ]
 
 SDPA = aten.scaled_dot_product_attention.default
@@ -98,6 +99,15 @@ LOSSES = [
     sample(aten.huber_loss.default, x(6, 2), x(6, 2), 2, 0.7),
     sample(aten.binary_cross_entropy_with_logits.default, x(6, 2), torch.rand(6, 2), None, None, 2),
     sample(aten.kl_div.default, x(6, 2), torch.rand(6, 2), 2),
+    sample(aten.binary_cross_entropy_with_logits.default, x(6, 2), torch.rand(6, 2), i(3, 2), i(3, 1), 2),
+    sample(aten.poisson_nll_loss.default, x(6, 2), torch.rand(6, 2), True, True, 1e-8, 0),
+    sample(aten.margin_ranking_loss.default, x(6), x(6), x(6).sign(), 0.5, 2),
+    sample(aten.hinge_embedding_loss.default, x(6, 2), x(6, 2).sign(), 1.0, 0),
+    sample(aten.cosine_embedding_loss.default, x(6, 4), x(6, 4), x(6).sign(), 0.1, 0),
+    sample(aten.triplet_margin_loss.default, x(6, 4), x(6, 4), x(6, 4), 1.0, 2.0, 1e-6, False, 2),
+    sample(aten.multi_margin_loss.default, x(6, 4), i(4, 6), 1, 1, None, 2),
+    sample(aten.cosine_similarity.default, x(6, 2, 4), x(1, 2, 4), 1),
+    sample(aten.pairwise_distance.default, x(6, 4), x(4), 2.0, 1e-6, True),
 ]
 
 NORMS = [
@@ -111,6 +121,12 @@ NORMS = [
     sample(aten.instance_norm.default, x(6, 6, 4), x(6), x(6), None, None, True, 0.1, 1e-5, True),
     sample(library.batch_norm.default, x(6, 6, 2, 3), x(6), x(6), x(6), torch.rand(6) + 1, 0.1, 1e-5),
     sample(library.batch_norm.default, x(12, 4), None, None, x(4), torch.rand(4) + 1, 0.1, 1e-5),
+]
+
+SAMPLES = [
+    sample(aten.grid_sampler.default, x(6, 6, 4, 4), torch.rand(6, 2, 4, 2) * 2 - 1, 0, 0, False),
+    sample(aten.affine_grid_generator.default, x(6, 2, 3), [6, 3, 4, 4], False),
+    sample(aten.col2im.default, x(6, 24, 9), [4, 4], [2, 2], [1, 1], [0, 0], [1, 1]),
 ]
 
 CONVOLUTIONS = [
@@ -127,6 +143,8 @@ CONVOLUTIONS = [
 ]
 
 RECURRENT = [
+    sample(aten.lstm_cell.default, x(6, 3), [x(6, 4), x(6, 4)], x(16, 3), x(16, 4), x(16), x(16)),
+    sample(aten.gru_cell.default, x(6, 3), x(6, 4), x(12, 3), x(12, 4)),
     sample(
         aten.lstm.input, x(3, 6, 4), [x(1, 6, 5), x(1, 6, 5)], [x(20, 4), x(20, 5)], False, 1, 0.0, True, False, False
     ),
@@ -293,7 +311,7 @@ POINTWISE = [
 ]
 
 TABLE = [
-    *PRODUCTS, *ATTENTION, *LOOKUPS, *LOSSES, *NORMS, *CONVOLUTIONS, *POOLS, *RECURRENT,
+    *PRODUCTS, *ATTENTION, *LOOKUPS, *LOSSES, *NORMS, *SAMPLES, *CONVOLUTIONS, *POOLS, *RECURRENT,
     *VIEWS, *PARTS, *REDUCTIONS, *INDEXING, *POINTWISE,
 ]  # fmt: skip
 

@@ -52,6 +52,7 @@ class Parallel(Placed):
     Its parameters are DTensors under the model's own names, its buffers and ``state_dict`` keys the model's. Give
     ``parameters()`` to any optimizer; call `step` once per global batch, or the module itself in eval mode. All ranks
     call the same methods in the same order. The model that was given keeps its first values: read ``state_dict()``.
+    Gradients are written by `step`, so hooks on parameters do not run.
 
     ``train()`` and ``eval()`` choose the mode. In train mode modules that the user had in eval mode when compiling stay
     in it (a frozen BatchNorm). A submodule named like one of these methods is reached by `get_submodule`.

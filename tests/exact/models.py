@@ -65,7 +65,8 @@ def _bert() -> Built:
         BertForMaskedLM(
             BertConfig(
                 vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-                num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+                num_attention_heads=4, max_position_embeddings=64, hidden_dropout_prob=0.0,
+                attention_probs_dropout_prob=0.0,
             )
         )
     )  # fmt: skip

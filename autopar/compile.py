@@ -50,7 +50,7 @@ class Parallel(Placed):
     """A model as trained on a cluster. Made by `compile`.
 
     Its parameters are DTensors under the model's own names, its buffers and ``state_dict`` keys the model's. Give
-    ``parameters()`` to any optimizer; call `step` once per global batch, or the module itself in eval mode. All ranks
+    ``parameters()`` to an optimizer; call `step` once per global batch, or the module itself in eval mode. All ranks
     call the same methods in the same order. The model that was given keeps its first values: read ``state_dict()``.
     Gradients are written by `step`, so hooks on parameters do not run.
 

@@ -32,6 +32,17 @@ OPTIMIZERS: dict[str, Callable[[Mapping[str, nn.Parameter]], torch.optim.Optimiz
         lr=0.01,
     ),
 }
+MORE: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9, "nesterov": True, "foreach": True},
+    "AdamW": {"fused": True},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {"foreach": True},
+    "RAdam": {},
+    "ASGD": {},
+    "LBFGS": {},  # takes the step as a closure, and sums over all parameters
+}
 
 
 class Net(nn.Module):
@@ -119,6 +130,32 @@ def train_all(rank: int, ranks: int, pins: str, norm: bool) -> dict[str, Any]:
         parallel.load_state_dict({n: t for n, t in first.items() if n in parallel.state_dict()})
         results[kind] = train(parallel, parallel.step, parallel.clip_grad_norm_, kind)
     return results
+
+
+def more_optimizers(rank: int) -> None:
+    parallel = compiled(_all_used(), 2, "dp=2 zero=3")
+    for kind, options in MORE.items():
+        model = _all_used()
+        parallel.load_state_dict(model.state_dict())
+        pairs = ((parallel, parallel.step), (model, reference_step(model)))
+        for module, step in pairs:
+            trained = [p for p in module.parameters() if p.requires_grad]
+            optimizer = getattr(torch.optim, kind)(trained, lr=0.01, **options)
+            for seed in range(2):
+
+                def closure(step=step, optimizer=optimizer, seed=seed) -> Tensor:
+                    optimizer.zero_grad()
+                    return step(*batch(seed))
+
+                optimizer.step(closure)
+        expected = dict(model.named_parameters())
+        same({n: full(p) for n, p in parallel.named_parameters()}, {n: full(p) for n, p in expected.items()})
+
+
+def _all_used() -> Net:
+    model = net()
+    model.spare.requires_grad_(False)
+    return model
 
 
 def accumulate(rank: int, ranks: int, pins: str) -> dict[str, Any]:
@@ -254,6 +291,10 @@ def test_any_optimizer_follows_one_process(ranks: int, pins: str, norm: bool, po
             same(results[kind], expected[kind])
             pairs = zip(results[kind]["losses"], every[0][kind]["losses"], strict=True)
             assert all(torch.equal(a, b) for a, b in pairs), "the loss is the same on every rank, bit for bit"
+
+
+def test_more_optimizers_work_on_shards(pools: Pools) -> None:
+    pools(2).run(more_optimizers)
 
 
 @pytest.mark.parametrize(("ranks", "pins"), [(2, "dp=2 zero=2 microbatches=2"), (4, "dp=2 tp=2")])

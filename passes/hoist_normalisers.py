@@ -8,18 +8,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from autopar.passes.completion import produced_parts
 from autopar.passes.constants import is_elementwise
-from autopar.passes.facts import KEY, Fact, fact, is_tensor, operand_nodes
-from autopar.passes.rules import Rule, rule_of
-from autopar.passes.rules.core import Dims
+from autopar.passes.facts import KEY, Fact, Strategy, fact, is_tensor, operand_nodes
+from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.strategy import choices, rule, strategy
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How a tensor depends on the rows of the batch: it holds them, outermost, in ``dim``; or, with None, it holds what
-    is left of all of them (a count, a sum, an order of the rows)."""
+    """How a tensor depends on the rows of the batch: it holds them as ``layout`` says, each row a piece; or, with None,
+    it holds what is left of all of them (a count, a sum, an order of the rows)."""
 
-    dim: int | None
+    layout: Layout | None
 
 
 REDUCED = Rows(None)
@@ -82,16 +83,23 @@ def _mark(gm: fx.GraphModule, marked: dict[fx.Node, None], staying: set[fx.Node]
 def _states(gm: fx.GraphModule) -> dict[fx.Node, States]:
     """Of every node that depends on no trainable parameter."""
     batch, inputs = _batch(gm)
+    if batch < 2:
+        return {}
+    mesh = Mesh((Axis("batch", batch, rows=(1,) * batch),))
     states: dict[fx.Node, States] = {}
     for node in gm.graph.nodes:
         if node.op == "placeholder":
-            states[node] = (Rows(0) if node.name in inputs else None,)
+            states[node] = (_held(node, 0) if node.name in inputs else None,)
         elif node.op == "get_attr":
             if not _has_gradient(fact(node)):
                 states[node] = (None,)
         elif node.op == "call_function" and all(a in states for a in node.all_input_nodes):
-            states[node] = _result(node, states, batch)
+            states[node] = _result(node, states, mesh)
     return states
+
+
+def _held(node: fx.Node, dim: int, parts: tuple[int, ...] = ()) -> Rows:
+    return Rows(Layout.uniform("R", 1, node.meta["val"].ndim).with_shard(0, dim, parts))
 
 
 def _has_gradient(of: Fact) -> bool:
@@ -107,7 +115,7 @@ def _batch(gm: fx.GraphModule) -> tuple[int, frozenset[str]]:
     return first, frozenset(names)
 
 
-def _result(node: fx.Node, states: dict[fx.Node, States], batch: int) -> States:
+def _result(node: fx.Node, states: dict[fx.Node, States], mesh: Mesh) -> States:
     count = max(len(fact(node).values), 1)
     if node.target is operator.getitem:
         source, index = node.args
@@ -119,47 +127,34 @@ def _result(node: fx.Node, states: dict[fx.Node, States], batch: int) -> States:
         return (None,) * count
     if all(r is None or r is REDUCED for r in rows):
         return (REDUCED,) * count
-    rule = rule_of(node)
-    if rule is None:
+    if rule(node) is None:
         return (_aligned(node, operands, rows),) * count
-    factor = _batch_factor(rule, operands, rows, batch)
-    if factor is None:
+    plan = _row_by_row(node, rows, mesh)
+    if plan is None:
         return (REDUCED,) * count
-    return tuple(_held(dims, factor) for dims in rule.results)
+    return tuple(None if r is None else Rows(r) if r.kinds == "S" else REDUCED for r in plan.results)
 
 
 def _aligned(node: fx.Node, operands: tuple[fx.Node, ...], rows: list[Rows | None]) -> Rows:
     """Of an op without a rule: rows stay where they are if it is elementwise."""
     if not is_elementwise(node) or not isinstance(node.meta["val"], torch.Tensor):
         return REDUCED
-    ndim = node.meta["val"].ndim
-    dims = {r.dim + ndim - a.meta["val"].ndim for a, r in zip(operands, rows) if r is not None and r.dim is not None}
-    return Rows(dims.pop()) if len(dims) == 1 else REDUCED
+    found = set[tuple[int, tuple[int, ...]]]()
+    for operand, held in zip(operands, rows):
+        dim = held.layout.dim_of(0) if held is not None and held.layout is not None else None
+        if dim is not None and held is not None and held.layout is not None:
+            found.add((dim + node.meta["val"].ndim - operand.meta["val"].ndim, held.layout.dims[dim].parts))
+    return _held(node, *found.pop()) if len(found) == 1 else REDUCED
 
 
-def _batch_factor(rule: Rule, operands: tuple[fx.Node, ...], rows: list[Rows | None], batch: int) -> str | None:
-    """The one factor that stands for the rows in all operands that hold them; None where an op mixes rows."""
-    found = set[str]()
-    for node, dims, held in zip(operands, rule.operands, rows, strict=True):
-        if held is None or held.dim is None:
-            continue
-        dim = dims[held.dim]
-        if not dim.factors or len(dim.parts) > 1:
-            return None
-        first = dim.factors[0]
-        length = node.meta["val"].shape[held.dim] if len(dim.factors) == 1 else rule.sizes[first]
-        if first in rule.whole or length % batch:
-            return None
-        found.add(first)
-    return found.pop() if len(found) == 1 else None
-
-
-def _held(dims: Dims | None, factor: str) -> Rows | None:
-    if dims is None:
-        return None
-    for place, dim in enumerate(dims):
-        factors = dim.factors
-        if factor in factors:
-            outermost = factors[0] == factor and len(dim.parts) <= 1
-            return Rows(place) if outermost else REDUCED
-    return REDUCED
+def _row_by_row(node: fx.Node, rows: list[Rows | None], mesh: Mesh) -> Strategy | None:
+    """The strategy that takes all rows where they are; None where the op mixes them."""
+    held = {i: r.layout for i, r in enumerate(rows) if r is not None and r.layout is not None}
+    found = rule(node)
+    assert found is not None
+    parts = [p for i, layout in held.items() for p in produced_parts(found, i, layout, 0)]
+    for choice in choices(node, mesh, 0, parts):
+        plan = strategy(node, mesh, [choice], (0,)) if choice.kind == "factor" else None
+        if plan is not None and all(plan.operands[i] == layout for i, layout in held.items()):
+            return plan
+    return None

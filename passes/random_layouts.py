@@ -27,8 +27,9 @@ def random_layouts(
     one_nesting: bool = False,
     hoisted: frozenset[str] = frozenset(),
 ) -> fx.GraphModule:
-    """Draw a strategy for every node. Over time the batch is followed, as it must be. ``one_nesting``: at rest axes nest
-    in the mesh's order, as DTensors of one device mesh do. ``hoisted``: placeholders that the prologue fills, whole."""
+    """Draw a strategy for every node. Over time the batch is followed, as it must be. ``one_nesting``: at rest axes
+    nest in the mesh's order, as DTensors of one device mesh do. ``hoisted``: placeholders, whole, that the prologue fills.
+    """
     rng = random.Random(seed)
     state = Completion(gm, mesh, parameters)
     if mesh.time is not None:

@@ -17,8 +17,8 @@ _SHORT = {
 
 
 def text(gm: fx.GraphModule) -> str:
-    """The graph of ``gm``, a node a line: ``name: f32[4, 8] = aten.relu(x)``; prologue nodes are marked ``prologue``, and
-    layouts of operands and results follow a ``#`` where they are decided.
+    """The graph of ``gm``, a node a line: ``name: f32[4, 8] = aten.relu(x)``; prologue nodes are marked ``prologue``,
+    and layouts of operands and results follow a ``#`` where they are decided.
 
     Example:
         >>> class Twice(torch.nn.Module):

@@ -3,6 +3,7 @@ a dim (max, mean, softmax, cumsum, sort, ...) keeps that dim whole."""
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -143,7 +144,7 @@ def distance(node: fx.Node) -> Rule:
     """``x[a .], y[a .] -> z[a]``: vectors are whole."""
     call = read(node)
     shapes = {n: call.shape(n) for n in ("x1", "x2")}
-    whole = torch.broadcast_shapes(*shapes.values())
+    whole = tuple(map(max, zip_longest(*(s[::-1] for s in shapes.values()), fillvalue=1)))[::-1]
     gone = (dim_index(call.values.get("dim", -1), len(whole)),)
     dims = without(plain("d", whole), *gone)
     named = {n: broadcast(shape, dims, whole) for n, shape in shapes.items()}

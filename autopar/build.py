@@ -117,7 +117,7 @@ def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
         axes.append(PlanAxis(axis.name, axis.size, cluster.tier_of(axis.size, stride).name, stride, (display,)))
     ops = tuple(_op(index, node) for index, node in enumerate(_ops(gm)))
     return Plan(
-        model=ModelId(captured.hash, captured.model_name, captured.checked == "equal"),
+        model=ModelId(captured.hash, captured.model_name, captured.checked == "equal", captured.hints),
         cluster=ClusterId(cluster.name, cluster.nodes, cluster.ranks_per_node, cluster.device),
         axes=tuple(axes),
         mesh={a.display[0]: a.size for a in axes if a.display},

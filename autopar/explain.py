@@ -227,6 +227,7 @@ def _doubts(plan: Plan) -> Section:
     rows += [("no rule, runs whole", op) for op in plan.predicted.fallback]
     if not plan.model.checked:
         rows.append(("unchecked", "captured gradients were not compared with eager"))
+    rows += [("captured", hint) for hint in plan.model.hints]
     if plan.predicted.step_time_s is None:
         rows.append(("not predicted", "time and memory (the plan was pinned, not solved)"))
     if plan.proof.gap is None:

@@ -36,11 +36,13 @@ TIME = "time"  # tier of the axis of microbatches
 @dataclass(frozen=True)
 class ModelId:
     """Which model the plan is for. ``graph``: hash of the captured graph, FQNs and shapes. ``checked``: whether
-    captured gradients were compared with eager (not on the meta device)."""
+    captured gradients were compared with eager (not on the meta device). ``hints``: what capture left out or fixed
+    that the user should know."""
 
     graph: str
     name: str = ""
     checked: bool = False
+    hints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

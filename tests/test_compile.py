@@ -25,7 +25,7 @@ import autopar
 from autopar import AutoparError, Cluster
 from autopar.compile import Parallel
 from autopar.plan import Plan, choice_from_text, from_json
-from autopar.runtime.mesh import RankError
+from autopar.rests import resting, rests_of
 from autopar.runtime.pool import RankPool
 
 BATCH, WIDTH = 8, 8
@@ -542,12 +542,20 @@ def test_one_process_plans_and_says_how_to_launch() -> None:
     assert "Share that each axis takes off the busiest rank" in parallel.explain()
 
 
+def test_explain_says_what_capture_left_out() -> None:
+    class Caches(Net):
+        def forward(self, x: Tensor, target: Tensor) -> Any:
+            return {"loss": super().forward(x, target), "cache": object()}
+
+    parallel = compiled(net(Caches), ranks=1)
+    assert parallel.step_with_outputs(*batch())["cache"] is None
+    assert "None is returned in its place" in parallel.explain()
+    assert from_json(json.loads(parallel.plan.dumps())) == parallel.plan
+
+
 def test_rests_of_another_plan() -> None:
     plan = compiled(net(), ranks=2, pins="dp=2 zero=3").plan
-    from autopar.rests import resting, rests_of
-
     assert resting(plan, rests_of(plan)) == plan
     whole = resting(plan, {})
     assert {p.rest for p in whole.parameters.values()} == {"I"}
     assert isinstance(whole, Plan) and replace(whole, parameters=plan.parameters) == plan
-    assert issubclass(RankError, AutoparError)

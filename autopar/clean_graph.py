@@ -105,6 +105,8 @@ class _Inliner:
         self._refuse_op(new, detached)
         if new.target is not aten.detach.default and any(n in self.flows for n in new.all_input_nodes) and _floats(new):
             self.flows.add(new)
+            if writes_in_place(new):
+                self.flows |= sharing_memory(new)
         return new
 
     def attribute(self, target: str, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
@@ -171,6 +173,33 @@ class _Inliner:
             raise AutoparError(
                 f"{place(node)}: changes in place, under no_grad, a tensor that needs a gradient. Make a new tensor."
             )
+
+
+def writes_in_place(node: fx.Node) -> bool:
+    """Whether the op changes its first operand."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def sharing_memory(node: fx.Node) -> set[fx.Node]:
+    """The tensors that a write into ``node`` changes: what it is a view of, all views of that, and writes into them."""
+    while _is_view(node):
+        assert isinstance(node.args[0], fx.Node)
+        node = node.args[0]
+    found, todo = set[fx.Node](), [node]
+    while todo:
+        at = todo.pop()
+        found.add(at)
+        todo += [u for u in at.users if u not in found and u.args and u.args[0] is at and _is_view(u)]
+    return found
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.op != "call_function" or node.target is aten.detach.default:
+        return False
+    if node.target is operator.getitem:
+        return True
+    returns = getattr(getattr(node.target, "_schema", None), "returns", ())
+    return any(r.alias_info is not None for r in returns)
 
 
 def argument(node: fx.Node, name: str) -> Any:

@@ -114,6 +114,9 @@ def _makes_float32(node: fx.Node) -> bool:
 
 
 def _ask_for_float64(graph: fx.Graph, node: fx.Node) -> None:
+    if node.target is torch.ops.aten.where.Scalar:
+        _where_of_float64(graph, node)
+        return
     schema = getattr(node.target, "_schema", None)
     if schema is not None and any(a.name == "dtype" for a in schema.arguments):
         node.kwargs = {**node.kwargs, "dtype": torch.float64}
@@ -125,3 +128,15 @@ def _ask_for_float64(graph: fx.Graph, node: fx.Node) -> None:
         cast = graph.call_function(torch.ops.aten.to.dtype, (first, torch.float64))
     cast.meta = {**first.meta, "val": first.meta["val"].to(torch.float64)}
     node.replace_input_with(first, cast)
+
+
+def _where_of_float64(graph: fx.Graph, node: fx.Node) -> None:
+    """The choice between two numbers as one between two tensors: the op itself has no dtype to ask for."""
+    condition, *numbers = (*node.args, *node.kwargs.values())
+    made = []
+    with graph.inserting_before(node):
+        for number in numbers:
+            kwargs: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
+            made.append(graph.call_function(torch.ops.aten.full.default, ([], number), kwargs))
+            made[-1].meta = {**node.meta, "val": torch.empty((), dtype=torch.float64, device="meta")}
+    node.target, node.args, node.kwargs = torch.ops.aten.where.self, (condition, *made), {}

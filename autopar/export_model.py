@@ -17,7 +17,7 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autopar.clean_graph import clean_graph
+from autopar.clean_graph import clean_graph, sharing_memory, writes_in_place
 from autopar.errors import AutoparError
 from autopar.signature import Signature
 from autopar.traps import refuse_failure, watched_trace
@@ -249,6 +249,7 @@ def _learns(graph: fx.GraphModule, kinds: Mapping[str, str]) -> bool:
     """Whether the loss reaches a trainable parameter through ops that pass gradients."""
     (output,) = graph.graph.find_nodes(op="output")
     todo, seen = [output.args[0]["outputs"][0]], set[fx.Node]()
+    writing = {n for n in graph.graph.nodes if writes_in_place(n)}
     while todo:
         node = todo.pop()
         if node in seen or node.target is torch.ops.aten.detach.default:
@@ -257,6 +258,8 @@ def _learns(graph: fx.GraphModule, kinds: Mapping[str, str]) -> bool:
         if node.op == "get_attr" and kinds.get(str(node.target)) == "trainable":
             return True
         todo += node.all_input_nodes
+        if writing:
+            todo += writing & sharing_memory(node)
     return False
 
 

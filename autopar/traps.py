@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 import torch.utils.checkpoint
-from torch import nn
+from torch import fx, nn
 
 from autopar.errors import AutoparError
 
@@ -39,6 +39,9 @@ WRAPPERS = {
 }
 
 
+_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(dir(nn.Module()))  # code, graph, meta, ...
+
+
 def refuse_model(model: nn.Module, *, backward: bool) -> None:
     """Raise unless ``model`` is a plain module whose forward (and, if asked, ``backward``) torch.export keeps."""
     if not isinstance(model, nn.Module):
@@ -54,6 +57,14 @@ def refuse_model(model: nn.Module, *, backward: bool) -> None:
             raise AutoparError(
                 f"{name}: is a buffer that requires a gradient (only parameters do). Make it a Parameter."
             )
+    named = (
+        n for n, _ in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    )
+    taken = next((n for n in named if n.partition(".")[0] in _TAKEN), None)
+    if taken is not None:
+        raise AutoparError(
+            f"{taken}: {taken.partition('.')[0]!r} is a name of torch.fx's own (graphs could not hold it). Rename it."
+        )
     devices = sorted({str(t.device) for t in (*model.parameters(), *model.buffers())})
     if len(devices) > 1:
         raise AutoparError(f"model: is spread over devices {', '.join(devices)}. Put all of it on one, or on meta.")

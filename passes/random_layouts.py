@@ -28,7 +28,7 @@ def random_layouts(
     hoisted: frozenset[str] = frozenset(),
 ) -> fx.GraphModule:
     """Draw a strategy for every node. Over time the batch is followed, as it must be. ``one_nesting``: at rest axes
-    nest in the mesh's order, as DTensors of one device mesh do. ``hoisted``: placeholders, whole, that the prologue fills.
+    nest in the mesh's order, as DTensors of one device mesh do. ``hoisted``: placeholders that the prologue fills.
     """
     rng = random.Random(seed)
     state = Completion(gm, mesh, parameters)

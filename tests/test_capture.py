@@ -655,3 +655,17 @@ class Rotary(nn.Module):
     def forward(self, x):
         pairs = torch.view_as_complex(self.fc(x).reshape(-1, 2, 2))
         return torch.view_as_real(pairs * self.angles).pow(3).mean()
+
+
+def test_gradients_pass_writes_into_views() -> None:
+    """The loss reaches the parameters through what is written, and no_grad cuts what was written into."""
+
+    class Written(nn.Linear):
+        def forward(self, x):
+            out = torch.zeros(x.shape[0], 8)
+            out[:, :4] = super().forward(x)
+            with torch.no_grad():
+                scale = out.abs() + 1
+            return (out * scale).sum()
+
+    assert capture(Written(4, 4), (torch.randn(6, 4),)).checked == "equal"

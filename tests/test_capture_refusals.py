@@ -344,6 +344,13 @@ def test_not_a_module() -> None:
     refused(lambda x: x, "is a function (not a torch.nn.Module)")
 
 
+@pytest.mark.parametrize("name", ["code", "graph", "recompile"])
+def test_names_that_graphs_cannot_hold(name: str) -> None:
+    model = Model()
+    model.add_module(name, nn.Linear(4, 4))
+    refused(model, f"{name}", "torch.fx's own", "Rename it")
+
+
 # -- the inputs --------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ class Mixed(nn.Module):
         out = self.norm(self.fc(x)).float()
         out = out + torch.arange(4, device=x.device) / 3  # integers to float32
         out = out * torch.full((4,), 1.5) + torch.zeros(4, dtype=torch.float32)
-        out = out + ids.sqrt()[:, None] + torch.linspace(0, 1, 4)
+        out = out + ids.sqrt()[:, None] + torch.linspace(0, 1, 4) + torch.where(ids > 2, 0.1, 0.0)[:, None]
         pairs = torch.view_as_complex(out.reshape(-1, 2, 2)) * self.angles
         out = torch.view_as_real(pairs).to(torch.bfloat16).to(torch.float32)
         return F.softmax(out, -1, dtype=torch.float32).log().mean() + torch.tensor(0.1)

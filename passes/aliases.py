@@ -146,8 +146,8 @@ def scatter(graph: fx.Graph, piece: fx.Node, view: fx.Node, whole: fx.Node, new:
     """``whole`` with what ``view`` (for a split: its ``piece``) shows of it replaced by ``new``.
 
     A slice or select is replaced by concatenating what lies before it, the new values and what lies after: ``cat``
-    divides like any other op. Raises NotImplementedError with the op's name for views that have no such form (expand,
-    as_strided, a slice with a step ...).
+    divides like any other op. A slice with a step is scattered. Raises NotImplementedError with the op's name for views that
+    have no such form (expand, as_strided ...).
     """
     shape, dims = list(whole.meta["val"].shape), whole.meta["val"].ndim
     rest: tuple[Any, ...] = view.args[1:]
@@ -163,9 +163,10 @@ def scatter(graph: fx.Graph, piece: fx.Node, view: fx.Node, whole: fx.Node, new:
     if view.target is aten.slice.Tensor:
         given: tuple[Any, ...] = (*rest, *(0, None, None, 1)[len(rest) :])
         dim, start, end, step = given
-        start, _, step = slice(start, end, step).indices(shape[dim])
+        start, end, step = slice(start, end, step).indices(shape[dim])
         if step == 1:
             return _splice(graph, view, whole, new, dim % dims, start)
+        return call(graph, aten.slice_scatter.default, (whole, new, dim % dims, start, end, step), like=view)
     if view.target is aten.narrow.default:
         return _splice(graph, view, whole, new, rest[0] % dims, rest[1] % shape[rest[0]])
     if view.target is aten.diagonal.default:

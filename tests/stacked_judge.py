@@ -1,0 +1,108 @@
+"""Plans of one model in the stacked semantics against one process, both in float64. Tests get it as a fixture."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.build import Prepared, apply, choose, prepare
+from autopar.capture import capture, double, run_graph, to_float64
+from autopar.cluster import Cluster
+from autopar.equality import FP64, Difference, Run, distances
+from autopar.evaluate import WIDER
+from autopar.passes import PREPARE, run
+from autopar.passes.complete_layouts import complete_prologue
+from autopar.passes.facts import fact
+from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.lower import Lowerable, lower, with_changes
+from autopar.passes.random_layouts import random_layouts
+from autopar.passes.spec import check
+from autopar.passes.split_prologue import copy_graph
+from autopar.pins import Pins, microbatch_rows, resolve
+from autopar.runtime.stacked_step import stacked_step
+
+
+class StackedJudge:
+    """One captured model; every method asserts that a plan gives the loss, gradients and buffers of one process."""
+
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.captured = capture(model, args, kwargs, check=False)
+        self.graph = to_float64(self.captured.graph)
+        self.attributes = double(self.captured.attributes)
+        self.inputs = [t.to(WIDER.get(t.dtype, t.dtype)) for t in self.captured.flatten_inputs(args, kwargs)]
+        self._prepared: dict[bool, Prepared] = {}
+
+    def prepared(self, microbatches: int) -> Prepared:
+        """The graph after PREPARE, made once for one microbatch and once for several."""
+        if (microbatches > 1) not in self._prepared:
+            self._prepared[microbatches > 1] = prepare(self.captured, microbatches, self.graph)
+        return self._prepared[microbatches > 1]
+
+    @cached_property
+    def reference(self) -> Run:
+        """One process, on clones of what forward may change."""
+        held = {n: t.clone() if n not in self.captured.parameters else t for n, t in self.attributes.items()}
+        loss = run_graph(self.graph, [t.clone() for t in self.inputs], held)["outputs"][0]
+        loss.backward()
+        grads = {n: held[n].grad for n in self.captured.parameters}
+        return Run(loss.detach(), grads, {n: held[n].detach() for n in self.captured.buffers}, {})
+
+    def spec(self) -> None:
+        """Every PREPARE pass leaves a legal graph."""
+        gm = copy_graph(self.captured.graph)
+        gm.meta["batch_inputs"] = {i.name for i in self.captured.inputs if i.batch}
+        check(gm, "capture")
+        for name in PREPARE:
+            gm = run(gm, (name,))
+            check(gm, name)
+
+    def pinned(self, **pins: Any) -> None:
+        """The plan for pins."""
+        ranks = pins.get("dp", 1) * pins.get("tp", 1)
+        resolved = resolve(Pins.parse(pins), ranks, self.captured.batch)
+        prepared = self.prepared(resolved.microbatches)
+        self.assert_equal(apply(choose(prepared, resolved, Cluster.local(ranks=ranks)), prepared), f"{pins}")
+
+    def random(self, seed: int, axes: tuple[int, ...] = (2, 2), microbatches: int = 1) -> None:
+        """Layouts drawn at random for every op."""
+        prepared, captured = self.prepared(microbatches), self.captured
+        space = tuple(Axis("ab"[i], n) for i, n in enumerate(axes))
+        rows = microbatch_rows(captured.batch, 1, microbatches)
+        mesh = Mesh((*space, Axis("time", microbatches, rows)) if microbatches > 1 else space)
+        batch_inputs = frozenset(i.name for i in captured.inputs if i.batch)
+        parameters, hoisted = frozenset(captured.parameters), frozenset(prepared.hoisted)
+        body = random_layouts(copy_graph(prepared.body), mesh, parameters, batch_inputs, seed, hoisted=hoisted)
+        prologue = None
+        if prepared.prologue is not None:
+            inputs = {n.name: _layout(n) for n in body.graph.nodes if n.op == "placeholder"}
+            prologue = complete_prologue(copy_graph(prepared.prologue), mesh, inputs)
+        graphs = [g.graph for g in (body, prologue) if g is not None]
+        used = {str(n.target) for g in graphs for n in g.nodes if n.op == "get_attr"}
+        names = (captured.parameters, captured.buffers, captured.constants)
+        read = (tuple(n for n in known if n in used) for known in names)
+        given = tuple(i.name for i in captured.inputs)
+        lowerable = Lowerable(body, mesh, *read, given, prologue, prepared.hoisted)
+        self.assert_equal(lowerable, f"random layouts of seed {seed} on {axes}, {microbatches} microbatches")
+
+    def distances(self, lowerable: Lowerable) -> list[Difference]:
+        """How far a step of all ranks is from one process, the farthest tensor first."""
+        groups, changed = {a.name: a.name for a in lowerable.mesh.axes}, with_changes(lowerable)
+        programs = [lower(changed, rank, groups) for rank in range(changed.mesh.ranks)]
+        step = stacked_step(programs, {n: t.detach() for n, t in self.attributes.items()}, self.inputs)
+        grads = {n: step.gradients.get(n) for n in self.captured.parameters}
+        buffers: dict[str, Tensor] = {n: step.buffers.get(n, self.attributes[n]) for n in self.captured.buffers}
+        return distances(Run(step.loss, grads, buffers, {}), self.reference, lr=1.0)
+
+    def assert_equal(self, lowerable: Lowerable, what: str) -> None:
+        """Within the fp64 limits."""
+        worst = self.distances(lowerable)[0]
+        assert worst.rel <= FP64.limits[worst.kind], f"{what}: {worst}"
+
+
+def _layout(node: Any) -> Layout:
+    strategy = fact(node).strategy
+    assert strategy is not None and strategy.results[0] is not None
+    return strategy.results[0]

@@ -414,13 +414,13 @@ def _trainer(pins: str) -> tuple[Parallel, torch.optim.Optimizer]:
 
 def raises_alone(rank: int) -> list[str]:
     """Rank 1 fails where the other does not: what rank 0 says."""
-    timeout, fails = timedelta(seconds=4), rank == 1
+    timeout, fails = timedelta(seconds=8), rank == 1
     said = [_said(lambda: autopar.compile(net(), args=(3,) if fails else batch(), timeout=timeout))]
     parallel = autopar.compile(net(), args=batch(), timeout=timeout)
     parallel.step(*batch())
     said.append(_said(lambda: parallel.step(*batch(rows=BATCH - 2 * fails))))
     if not fails:  # the other one never comes
-        said.append(_said(lambda: autopar.compile(net(), args=batch(), timeout=timeout)))
+        said.append(_said(lambda: autopar.compile(net(), args=batch(), timeout=timedelta(seconds=1))))
     return said
 
 
@@ -428,7 +428,7 @@ def _said(call: Callable[[], Any]) -> str:
     started = time.monotonic()
     with pytest.raises(AutoparError) as caught:
         call()
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
@@ -524,7 +524,7 @@ def test_a_rank_that_raises_alone_is_named_by_the_others() -> None:
         capture, step, never = pool.run(raises_alone)[0]
     assert capture.startswith("RankError: compile: rank 1 failed: inputs: missing a required argument: 'target'")
     assert "waited in vain for another rank in step 2: rank 1 failed in step 2 with AutoparError: args[0]: has" in step
-    assert never.startswith("RankError: compile: rank 1 did not come within 4 s (it failed, hangs or has left).")
+    assert never.startswith("RankError: compile: rank 1 did not come within 1 s (it failed, hangs or has left).")
 
 
 def test_a_rank_that_dies_is_named() -> None:

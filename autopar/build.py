@@ -78,7 +78,8 @@ def _refuse_changed_constants(gm: fx.GraphModule, captured: Capture) -> None:
             assert isinstance(node, fx.Node)
             where = node.meta.get("stack_trace", "").strip().splitlines()[-1:] or [""]
             raise AutoparError(
-                f"{name}: forward changes a tensor that is no buffer ({where[0].strip()}), so it would be lost. Register it as a buffer."
+                f"{name}: forward changes a tensor that is no buffer ({where[0].strip()}), so it would be lost. "
+                f"Register it as a buffer."
             )
 
 

@@ -146,8 +146,8 @@ def scatter(graph: fx.Graph, piece: fx.Node, view: fx.Node, whole: fx.Node, new:
     """``whole`` with what ``view`` (for a split: its ``piece``) shows of it replaced by ``new``.
 
     A slice or select is replaced by concatenating what lies before it, the new values and what lies after: ``cat``
-    divides like any other op. A slice with a step is scattered. Raises NotImplementedError with the op's name for views that
-    have no such form (expand, as_strided ...).
+    divides like any other op. A slice with a step is scattered. Raises NotImplementedError with the op's name for views
+    that have no such form (expand, as_strided ...).
     """
     shape, dims = list(whole.meta["val"].shape), whole.meta["val"].ndim
     rest: tuple[Any, ...] = view.args[1:]

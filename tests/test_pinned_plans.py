@@ -1,4 +1,4 @@
-"""Plans completed from pins are those an expert would write: what is divided, and how many collectives a layer takes."""
+"""Plans completed from pins are those an expert would write: what is divided, how many collectives a layer takes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,13 @@ def collectives(local: Local) -> Counter[str]:
     """Ops of the body that communicate, by name; ``replicate`` is an all-reduce in backward."""
     graph = next(iter(local.body.values())).graph
     names = (getattr(getattr(n.target, "_schema", None), "name", "") for n in graph.nodes if n.op == "call_function")
-    moving = ("autopar::start_", "autopar::shard", "autopar::replicate", "autopar::pad", "autopar::cross_entropy_sum_sh")
+    moving = (
+        "autopar::start_",
+        "autopar::shard",
+        "autopar::replicate",
+        "autopar::pad",
+        "autopar::cross_entropy_sum_sh",
+    )
     return Counter(name.removeprefix("autopar::") for name in names if name.startswith(moving))
 
 

@@ -29,6 +29,7 @@ tensor([2, 3, 5])
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -42,7 +43,9 @@ from autopar.runtime.library import differentiable
 from autopar.runtime.pieces import Run, exchange, join, pieces, put, split, take, total, widen, with_size
 
 _C10D = torch.ops._c10d_functional
-_IN_FLIGHT: dict[int, str] = {}  # data pointer of a raw tensor -> group, so that an error at the wait names it
+Held = tuple[str, tuple[Any, ...]]
+_IN_FLIGHT: dict[int, Held] = {}  # data pointer of a raw tensor -> group and what the backend works on, until the wait
+_LATELY: deque[tuple[Any, ...]] = deque(maxlen=4)  # see launch
 
 
 # On the wire
@@ -57,12 +60,19 @@ def _describe(group: str) -> str:
 
 
 def launch(name: str, group: str, *args: Any) -> Tensor:
-    """Start a functional collective; an error names the group."""
+    """Start a functional collective; an error names the group.
+
+    gloo's threads hold the tensors that they work on, and let go of them a little after the wait. So that no Python
+    object of such a tensor ends at that moment, and autograd writes into none, the last few are kept, and what is
+    returned is another tensor of the same memory. (Without this one rank died in gloo's thread, of a broken heap, in
+    some 130 runs of four ranks; the race is likely but not proved to be the cause.)
+    """
     try:
         raw: Tensor = getattr(_C10D, name)(*args, group)
     except RuntimeError as error:
         raise RuntimeError(f"{name} over {_describe(group)}: {error}") from error
-    return raw
+    _LATELY.append((raw, args))
+    return _alias(raw, list(raw.shape))
 
 
 def wait(raw: Tensor, group: str) -> Tensor:
@@ -74,19 +84,26 @@ def wait(raw: Tensor, group: str) -> Tensor:
     return done
 
 
+def _alias(raw: Tensor, shape: list[int]) -> Tensor:
+    """The same memory as a tensor of its own. Not view(): gloo's thread writes while autograd looks, and an output that
+    is a view written in place is refused."""
+    alias: Tensor = torch.ops.aten._unsafe_view.default(raw, shape)
+    return alias
+
+
 def _flying(raw: Tensor, group: str) -> Tensor:
-    _IN_FLIGHT[raw.data_ptr()] = group
+    _IN_FLIGHT[raw.data_ptr()] = (group, _LATELY[-1] if _LATELY else ())
     return raw
 
 
 def _land(raw: Tensor) -> Tensor:
-    return wait(raw, _IN_FLIGHT.pop(raw.data_ptr(), "?"))
+    group, held = _IN_FLIGHT.pop(raw.data_ptr(), ("?", ()))
+    _LATELY.append(held)
+    return wait(raw, group)
 
 
 def _gather(x: Tensor, group: str, n: int) -> Tensor:
-    # Not view(): gloo's thread writes while autograd looks, and an output that is a view written in place is refused.
-    stacked: Tensor = torch.ops.aten._unsafe_view.default(launch("all_gather_into_tensor", group, x, n), [n, *x.shape])
-    return stacked
+    return _alias(launch("all_gather_into_tensor", group, x, n), [n, *x.shape])
 
 
 def _reduce(x: Tensor, group: str) -> Tensor:

@@ -7,7 +7,6 @@ size 1; the ideal share is ``1 - 1/N``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -102,4 +101,4 @@ def _run(local: Local, graph: fx.GraphModule) -> tuple[int, int]:
     return counter.get_total_flops(), saved
 
 
-__all__ = ["Load", "Mapping", "divided", "load"]
+__all__ = ["Load", "divided", "load"]

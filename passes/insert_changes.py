@@ -22,7 +22,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from autopar.errors import AutoparError
-from autopar.passes.changes import Step, cost, path, price, settle
+from autopar.passes.changes import Step, cost, path, settle
 from autopar.passes.facts import KEY, Fact, Strategy, Value, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh
 
@@ -162,11 +162,6 @@ def grow(producer: fx.Node, uses: Sequence[tuple[int, Layout]], mesh: Mesh) -> T
             tree.first[here] = min(at, tree.first.get(here, at))
             here = tree.steps[here].source
     return tree
-
-
-def tree_price(tree: Tree, v: Value, mesh: Mesh) -> float:
-    """Price of all changes of one tensor."""
-    return sum(price(step, v, mesh) for step in tree.steps.values())
 
 
 def _make(

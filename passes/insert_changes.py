@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from autopar.errors import AutoparError
 from autopar.passes.changes import Step, cost, path, settle
-from autopar.passes.facts import KEY, Fact, Strategy, Value, fact, is_tensor, operand_nodes, value
+from autopar.passes.facts import KEY, Fact, Strategy, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh
 
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -241,13 +240,6 @@ def _even(size: int, split: Split, mesh: Mesh) -> bool:
             if part * r % (sum(rows) * space) or not part * r:
                 return False
     return True
-
-
-def shards(layout: Layout) -> Iterator[tuple[int, int]]:
-    """(dim, axis) of every cut, in the order of dims, outermost axis first."""
-    for d, split in enumerate(layout.dims):
-        for a in split.axes:
-            yield d, a
 
 
 __all__ = [

@@ -253,5 +253,4 @@ __all__ = [
     "Mesh",
     "Split",
     "replace",
-    "shards",
 ]

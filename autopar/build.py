@@ -16,16 +16,16 @@ from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes import PREPARE, run
-from autopar.passes.complete_layouts import complete_layouts, complete_prologue
+from autopar.passes.complete_layouts import complete_layouts, complete_prologue, rest_as_entry
 from autopar.passes.completion import is_op
 from autopar.passes.divide_work import Undivided, flops
 from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, value
-from autopar.passes.insert_changes import is_getitem
+from autopar.passes.insert_changes import is_getitem, produced_layout
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Lowerable
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.strategy import choices, rule, strategy
-from autopar.pins import ResolvedPins
+from autopar.pins import ResolvedPins, microbatch_rows
 from autopar.plan import (
     TIME,
     ClusterId,
@@ -127,7 +127,7 @@ def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
         stages=(Stage(0, 1),),
         microbatches=pins.microbatches,
         batch=captured.batch,
-        inputs={n.name: str(_leaf_layout(n)) for n in gm.graph.nodes if n.op == "placeholder"},
+        inputs={n.name: str(produced_layout(n)) for n in gm.graph.nodes if n.op == "placeholder"},
         parameters=parameters,
         padding=_padding(gm, mesh, captured),
         predicted=Predicted(
@@ -182,7 +182,7 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), made.order, (), (made.results[index],)))
     prologue = None
     if prepared.prologue is not None:
-        inputs = {n.name: _leaf_layout(n) for n in gm.graph.nodes if n.op == "placeholder"}
+        inputs = {n.name: produced_layout(n) for n in gm.graph.nodes if n.op == "placeholder"}
         prologue = complete_prologue(copy_graph(prepared.prologue), mesh, inputs)
     used = {str(n.target) for g in (gm, prologue) if g is not None for n in g.graph.nodes if n.op == "get_attr"}
     return Lowerable(
@@ -205,8 +205,7 @@ def plan_mesh(plan: Plan) -> Mesh:
         if axis.is_time:
             assert plan.batch is not None
             unit = math.prod(a.size for a in plan.axes if a.name == "dp")
-            each, more = divmod(plan.batch // unit, axis.size)
-            rows = tuple((each + (i < more)) * unit for i in range(axis.size))
+            rows = microbatch_rows(plan.batch, unit, axis.size)
         axes.append(Axis(axis.name, axis.size, rows))
     return Mesh(tuple(axes))
 
@@ -232,16 +231,6 @@ def _apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:
     strategy_ = Strategy((), every, (), (entry,))
     reduce = "microbatch" if found.reduce == "microbatch" else "step"
     node.meta[KEY] = replace(fact(node), strategy=strategy_, rest=rest, reduce=reduce)
-
-
-def rest_as_entry(rest: Layout, use: Layout, mesh: Mesh) -> Layout:
-    """What the program takes of a parameter that is gathered per use: ``use`` with the cuts of dp that ``rest`` has."""
-    entry = use
-    for axis, a in enumerate(mesh.axes):
-        dim = rest.dim_of(axis)
-        if a.name == "dp" and dim is not None:
-            entry = entry.with_shard(axis, dim, entry.dims[dim].parts if entry.dims[dim].axes else ())
-    return entry
 
 
 def _legal_layout(text: str, shape: tuple[int, ...], mesh: Mesh, where: str, *, even: bool) -> Layout:
@@ -301,15 +290,9 @@ def _op(index: int, node: fx.Node) -> Op:
     return Op(index, str(node.target), fact(node).fqn, tuple(choice_to_text(c) for c in found.choices), found.order)
 
 
-def _leaf_layout(node: fx.Node) -> Layout:
-    found = fact(node).strategy
-    assert found is not None and found.results[0] is not None
-    return found.results[0]
-
-
 def _parameter(captured: Capture, node: fx.Node, mesh: Mesh) -> Parameter:
     fqn, v, known = str(node.target), value(node), fact(node)
-    entry, rest = _leaf_layout(node), known.rest
+    entry, rest = produced_layout(node), known.rest
     assert rest is not None
     per_use = any(a.name == "dp" and entry.kinds[i] == "S" for i, a in enumerate(mesh.axes))
     use = entry

@@ -161,15 +161,17 @@ def rest_and_entry(v: Value, used: Layout, mesh: Mesh, zero: int) -> tuple[Layou
         rest = rest.with_kind(axis, "I")
         if zero and a.size > 1:
             rest = _zero_shard(v, rest, axis, mesh)
-    if zero < 3:
-        return rest, used
-    entry = used
+    return rest, rest_as_entry(rest, used, mesh) if zero == 3 else used
+
+
+def rest_as_entry(rest: Layout, use: Layout, mesh: Mesh) -> Layout:
+    """What the program takes of a parameter that is gathered per use: ``use`` with the cuts of dp that ``rest`` has."""
+    entry = use
     for axis, a in enumerate(mesh.axes):
-        if a.name == "dp" and rest.kinds[axis] == "S":
-            dim = rest.dim_of(axis)
-            assert dim is not None
+        dim = rest.dim_of(axis)
+        if a.name == "dp" and dim is not None:
             entry = entry.with_shard(axis, dim, entry.dims[dim].parts if entry.dims[dim].axes else ())
-    return rest, entry
+    return entry
 
 
 def _contiguous(rest: Layout, axis: int, dim: int) -> Layout:

@@ -1,0 +1,133 @@
+"""The problem that the solver gets: numbers and names only, so that it is saved, replayed and checked without a model.
+
+A problem is a chain (in general a graph) of *units*. Equal units share a *class*, which is priced once. Inside a class
+every op, every tensor with several readers and every parameter is a *variable*; its states are what it may do, each
+with what that costs (`RESOURCES`). A *factor* prices two variables together: the change of layout between what one
+leaves and what the other wants. Units meet in *shared* variables: the tensors that cross a cut, and tied parameters.
+
+>>> import numpy as np
+>>> free = np.zeros((2, len(RESOURCES)))
+>>> x = Variable("x", "tensor", ("S0", "I"), free)
+>>> op = Variable("fc", "op", ("cut", "whole"), np.array([[1.0, 0, 0, 0, 0, 0], [2.0, 0, 0, 0, 0, 0]]))
+>>> change = np.zeros((2, 2, len(RESOURCES)))
+>>> change[0, 1, EXPOSED] = 0.5
+>>> layer = Class("fc", (op,), (Factor(1, 0, np.arange(2), np.arange(2), change),), ("x",))
+>>> problem = Problem("toy", (x,), (layer,), (Unit(0, (0,)),), memory_limit=100.0)
+>>> total = totals(problem, Assignment((0,), ((0,),)))
+>>> float(seconds(total)), float(peak(total))
+(1.0, 0.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+Index = npt.NDArray[np.int64]
+
+RESOURCES = ("compute", "exposed", "hidden", "static", "saved", "transient")
+COMPUTE, EXPOSED, HIDDEN, STATIC, SAVED, TRANSIENT = range(6)
+"""Seconds a step on the compute stream; of communication that compute waits for; of communication that can run beside
+it (parameters, gradients). Bytes a rank: held all the time (rest, gradients, optimizer, gathered once a step); kept by
+autograd for the microbatches in flight; working memory, of which the largest counts. Infinite seconds: illegal."""
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """``states``: the text of each state; ``costs``: shape [states, resources]."""
+
+    name: str
+    kind: Literal["op", "tensor", "parameter"]
+    states: tuple[str, ...]
+    costs: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Factor:
+    """Costs of two variables together: ``table[rows[i], cols[j]]`` for state i of ``first`` and j of ``second``.
+
+    ``first``, ``second``: indices into the class's variables, or, from ``len(variables)`` on, into its borders.
+    ``rows``, ``cols``: which row (column) of ``table`` (shape [rows, columns, resources]) a state reads.
+    """
+
+    first: int
+    second: int
+    rows: Index
+    cols: Index
+    table: Array
+
+
+@dataclass(frozen=True, eq=False)
+class Class:
+    """Equal units: their own variables, and the names of the shared variables they touch (``borders``)."""
+
+    name: str
+    variables: tuple[Variable, ...]
+    factors: tuple[Factor, ...]
+    borders: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One unit: its class and, for each border of the class, the index of the problem's shared variable."""
+
+    kind: int
+    borders: tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One candidate (a mesh and a number of microbatches). ``memory_limit`` in bytes a rank. ``counts``: how many
+    strategies the rules generated, and how many were dropped before solving by which exact argument."""
+
+    name: str
+    shared: tuple[Variable, ...]
+    classes: tuple[Class, ...]
+    units: tuple[Unit, ...]
+    memory_limit: float
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """A state for every shared variable, and for every variable of every unit."""
+
+    shared: tuple[int, ...]
+    units: tuple[tuple[int, ...], ...]
+
+
+def totals(problem: Problem, assignment: Assignment) -> Array:
+    """What an assignment costs, by resource: sums, and of ``transient`` the maximum."""
+    rows = [v.costs[s] for v, s in zip(problem.shared, assignment.shared, strict=True)]
+    for unit, states in zip(problem.units, assignment.units, strict=True):
+        rows += pattern_rows(problem, unit, states, tuple(assignment.shared[b] for b in unit.borders))
+    if not rows:
+        return np.zeros(len(RESOURCES))
+    stacked = np.stack(rows)
+    total = stacked.sum(0)
+    total[TRANSIENT] = stacked[:, TRANSIENT].max(initial=0.0)
+    return np.asarray(total)
+
+
+def pattern_rows(problem: Problem, unit: Unit, states: tuple[int, ...], borders: tuple[int, ...]) -> list[Array]:
+    """The cost rows of one unit's variables and factors."""
+    kind = problem.classes[unit.kind]
+    every = (*states, *borders)
+    rows = [v.costs[s] for v, s in zip(kind.variables, states, strict=True)]
+    rows += [f.table[f.rows[every[f.first]], f.cols[every[f.second]]] for f in kind.factors]
+    return rows
+
+
+def seconds(total: Array) -> Any:
+    """Step time of totals (last dim: resources): compute waits for exposed communication, hidden runs beside both."""
+    return total[..., EXPOSED] + np.maximum(total[..., COMPUTE], total[..., HIDDEN])
+
+
+def peak(total: Array) -> Any:
+    """Bytes a rank of totals (last dim: resources)."""
+    return total[..., STATIC] + total[..., SAVED] + total[..., TRANSIENT]

@@ -1,4 +1,11 @@
-"""The one exception users see."""
+"""The exceptions users see."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
 
 
 class AutoparError(Exception):
@@ -12,3 +19,18 @@ class AutoparError(Exception):
 
     def __init__(self, message: str) -> None:
         super().__init__(" ".join(message.split()))
+
+
+class NothingFits(AutoparError):
+    """No plan fits the devices. ``plan``: the one that comes closest, with what it would need; None where the memory
+    of the parameters alone decides.
+
+    Example:
+        >>> raise NothingFits("no plan fits: needs 91.2 GiB of 76.0 (saved activations 60.1). Nearest: nodes=2.", None)
+        Traceback (most recent call last):
+        autopar.errors.NothingFits: no plan fits: needs 91.2 GiB of 76.0 (saved activations 60.1). Nearest: nodes=2.
+    """
+
+    def __init__(self, message: str, plan: Plan | None) -> None:
+        super().__init__(message)
+        self.plan = plan

@@ -1,0 +1,96 @@
+"""How long planning takes and what it proves: models on clusters, a fresh process each, so that memory is its own."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import resource
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.bench.rows import Figure, bench, chosen
+from autopar.errors import AutoparError
+
+
+@dataclass(frozen=True)
+class Case:
+    """``target`` and ``options`` as on the command line; ``batch``: rows of the global batch."""
+
+    target: str
+    cluster: str
+    nodes: int
+    batch: int
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+HF = "tests/exact/hf.py"  # needs transformers; run from a clone
+CASES = {
+    "mlp on 1 node": Case("autopar.models.mlp:make", "h100-dgx", 1, 64),
+    "gpt2 on 1 node": Case("autopar.models.gpt2:make", "h100-dgx", 1, 64, {"size": "gpt2"}),
+    "gpt2-xl on 4 A100 nodes": Case("autopar.models.gpt2:make", "a100-dgx", 4, 256, {"size": "gpt2-xl"}),
+    "vit on 1 node": Case("autopar.models.vit:make", "h100-dgx", 1, 256),
+    "llama-3-8b on 8 nodes": Case("autopar.models.llama:make", "h100-dgx", 8, 512, {"size": "llama-3-8b"}),
+    "hf llama-3-8b on 1 node": Case(f"{HF}:llama", "h100-dgx", 1, 64),
+    "hf llama-3-8b on 8 nodes": Case(f"{HF}:llama", "h100-dgx", 8, 512),
+    "hf llama-3-8b on 32 nodes": Case(f"{HF}:llama", "h100-dgx", 32, 1024),
+}
+
+
+@bench("planner")
+def planner(cases: Sequence[str]) -> Iterator[tuple[str, dict[str, Figure]]]:
+    """Seconds by phase, memory, size of the problem and gap of each case."""
+    context = multiprocessing.get_context("spawn")
+    for name in chosen(cases, CASES, "planner"):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_answer, args=(theirs, CASES[name]))
+        process.start()
+        theirs.close()
+        try:
+            figures: dict[str, Figure] = ours.recv()
+        except EOFError:
+            figures = {"error": "the process ended without an answer"}
+        process.join()
+        yield name, figures
+
+
+def _answer(connection: Any, case: Case) -> None:
+    try:
+        connection.send(_measure(case))
+    except AutoparError as error:
+        connection.send({"error": str(error)})
+
+
+def _measure(case: Case) -> dict[str, Figure]:
+    import autopar
+    from autopar.cluster import Cluster
+    from autopar.loading import ModelSpec
+
+    started = time.perf_counter()
+    loaded = ModelSpec(case.target, case.options).load()
+    built = time.perf_counter() - started
+    parallel = autopar.compile(
+        loaded.model,
+        Cluster.load(case.cluster, case.nodes),
+        args=loaded.args,
+        kwargs=loaded.kwargs,
+        global_batch=case.batch,
+    )
+    plan = parallel.plan
+    total = time.perf_counter() - started
+    scope = plan.proof.scope
+    figures: dict[str, Figure] = {"total_s": total, "build_s": built}
+    figures |= {f"{phase}_s": seconds for phase, seconds in plan.timings.items()}
+    figures["cpu_s"] = time.process_time()
+    figures["rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
+        1 << (20 if sys.platform != "darwin" else 30)
+    )
+    figures["strategies"] = scope.get("generated")
+    figures["mesh"] = "x".join(f"{k}={v}" for k, v in plan.mesh.items())
+    figures["microbatches"] = plan.microbatches
+    figures["step_s"] = plan.predicted.step_time_s
+    figures["peak_gib"] = plan.predicted.peak_mem_gib
+    figures["gap"] = plan.proof.gap if plan.proof.gap is None or math.isfinite(plan.proof.gap) else None
+    return figures

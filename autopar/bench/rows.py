@@ -1,0 +1,114 @@
+"""The row format and the registry of benchmarks.
+
+>>> row = Row("planner", "gpt2 on 8", "abc1234", "2026-11-29", "2 cores", {"seconds": 1.25, "gap": 0.004, "fits": True})
+>>> print(table([row]))
+name        seconds   gap     fits
+gpt2 on 8   1.25      0.004   True
+planner at abc1234, 2026-11-29, 2 cores
+"""
+
+from __future__ import annotations
+
+import datetime
+import io
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+
+from autopar.errors import AutoparError
+from autopar.schema import nearest
+
+Figure = float | int | str | bool | None
+Bench = Callable[[Sequence[str]], Iterator[tuple[str, dict[str, Figure]]]]
+BENCHES: dict[str, Bench] = {}
+MODULES = {"planner": "autopar.bench.planner", "local": "autopar.bench.local"}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement: which benchmark and case, at which commit, when and where, and its figures by name (units in the
+    name)."""
+
+    bench: str
+    name: str
+    commit: str
+    date: str
+    machine: str
+    figures: Mapping[str, Figure]
+
+
+def bench(name: str) -> Callable[[Bench], Bench]:
+    """Put a benchmark into the registry. It takes the names of the cases wanted (none: all) and yields
+    (case, figures)."""
+
+    def register(function: Bench) -> Bench:
+        BENCHES[name] = function
+        return function
+
+    return register
+
+
+def run(name: str, cases: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of one benchmark as they are measured. Raises AutoparError for an unknown name or case."""
+    if name not in MODULES:
+        raise AutoparError(f"bench {name}: unknown{nearest(name, MODULES) or '.'} Legal: {', '.join(MODULES)}.")
+    import_module(MODULES[name])
+    commit, date, machine = _commit(), datetime.date.today().isoformat(), _machine()
+    for case, figures in BENCHES[name](cases):
+        yield Row(name, case, commit, date, machine, figures)
+
+
+def chosen(cases: Sequence[str], legal: Iterable[str], who: str) -> list[str]:
+    """The cases wanted, in the order of ``legal``; all where none is named."""
+    known = list(legal)
+    for case in cases:
+        if case not in known:
+            raise AutoparError(f"bench {who}: no case {case!r}{nearest(case, known) or '.'} Legal: {', '.join(known)}.")
+    return [case for case in known if case in cases or not cases]
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Rows of one benchmark as text, a column a figure."""
+    from rich.console import Console
+    from rich.table import Table
+
+    if not rows:
+        return "no rows"
+    columns = list(dict.fromkeys(key for row in rows for key in row.figures))
+    grid = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("name", *columns):
+        grid.add_column(column)
+    for row in rows:
+        grid.add_row(row.name, *(_cell(row.figures.get(column)) for column in columns))
+    console = Console(file=io.StringIO(), width=max(160, shutil.get_terminal_size().columns))
+    with console.capture() as capture:
+        console.print(grid)
+    lines = [line.rstrip() for line in capture.get().splitlines()]
+    last = rows[-1]
+    return "\n".join([*lines, f"{last.bench} at {last.commit}, {last.date}, {last.machine}"])
+
+
+def _cell(figure: Figure) -> str:
+    if figure is None:
+        return "-"
+    return f"{figure:.4g}" if isinstance(figure, float) else str(figure)
+
+
+def _commit() -> str:
+    """The commit of the sources that run, with a plus where they were changed since."""
+    here = Path(__file__).resolve().parent
+    try:
+        words = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]
+        return subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _machine() -> str:
+    load = f", load {os.getloadavg()[0]:.1f}" if hasattr(os, "getloadavg") else ""
+    return f"{os.cpu_count()} cores, {platform.machine()}{load}"

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING
 from autopar.schema import fail
 
 if TYPE_CHECKING:
-    from autopar.plan import Plan
+    from autopar.plan import Op, Plan
 
 DISPLAY_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")  # torchtitan's
+WIRES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
 WORD = re.compile(r"[RIP]|S(\d+)(\(\d+(\+\d+)*\))?(@\d+)?")  # passes.layout.Layout, without importing torch
 CHOICE = re.compile(r"(I|R)|(factor|linear|special):([^()\s]+)(?:\((\d+(?:\+\d+)*)\))?")
 CHOICES = "I, R, factor:<name>, factor:<name>(4+2+2), linear:<index>, special:<name>"
@@ -44,7 +45,10 @@ def _check_axes(plan: Plan, where: str) -> None:
             raise fail(where, f"{path}.size", f"{axis.size} is not the number of microbatches, {plan.microbatches}.")
     if plan.microbatches < 1:
         raise fail(where, "$.microbatches", f"{plan.microbatches} is not a count. Legal: 1 or more.")
+    for name, layout in plan.inputs.items():
+        _check_layout(layout, len(plan.axes), None, where, f"$.inputs[{json.dumps(name)}]")
     _check_batch(plan, where)
+    _check_wires(plan, where)
     if math.prod(plan.mesh.values()) != plan.ranks:
         raise fail(where, "$.mesh", f"makes {math.prod(plan.mesh.values())} ranks, the axes make {plan.ranks}.")
     if plan.ranks > (room := plan.cluster.nodes * plan.cluster.ranks_per_node):
@@ -52,15 +56,25 @@ def _check_axes(plan: Plan, where: str) -> None:
 
 
 def _check_batch(plan: Plan, where: str) -> None:
-    """Every microbatch must give every data rank a row."""
+    """Every microbatch must give every rank that cuts the batch as many rows."""
     if plan.batch is None:
         if plan.microbatches > 1:
             raise fail(where, "$.batch", f"is null, but {plan.microbatches} microbatches need to know their rows.")
         return
-    data = math.prod(a.size for a in plan.axes if a.name == "dp")
+    data = plan.row_unit if plan.microbatches > 1 else 1
     if plan.batch < 1 or plan.batch % data or plan.batch < data * plan.microbatches:
-        need = f"a multiple of {data}, at least {data * plan.microbatches} (dp x microbatches)"
+        need = f"a multiple of {data}, at least {data * plan.microbatches} (data ranks x microbatches)"
         raise fail(where, "$.batch", f"{plan.batch} is not legal. Legal: {need}.")
+
+
+def _check_wires(plan: Plan, where: str) -> None:
+    for i, axis in enumerate(plan.axes):
+        path = f"$.axes[{i}].wire"
+        if axis.wire and set(axis.wire) != set(WIRES):
+            raise fail(where, path, f"has the keys {sorted(axis.wire)}. Legal: {', '.join(WIRES)}; or none of them.")
+        for key, (latency, per_byte) in axis.wire.items():
+            if latency < 0 or per_byte < 0:
+                raise fail(where, f"{path}.{key}", f"{[latency, per_byte]} has a negative time. Legal: 0 s or more.")
 
 
 def _check_classes(plan: Plan, where: str) -> None:
@@ -68,8 +82,8 @@ def _check_classes(plan: Plan, where: str) -> None:
     for c, group in enumerate(plan.classes):
         for k, op in enumerate(group.ops):
             path = f"$.classes[{c}].ops[{k}]"
-            if k and op.index <= group.ops[k - 1].index:
-                raise fail(where, f"{path}.index", f"{op.index} does not ascend (after {group.ops[k - 1].index}).")
+            if op.index != k:
+                raise fail(where, f"{path}.index", f"{op.index} is not the op's place in its class. Legal: {k}.")
             if len(op.choices) != len(every):
                 raise fail(where, f"{path}.choices", f"has {len(op.choices)} choices for {len(every)} axes.")
             for a, text in enumerate(op.choices):
@@ -78,7 +92,24 @@ def _check_classes(plan: Plan, where: str) -> None:
             if op.order and sorted(op.order) != every:
                 raise fail(where, f"{path}.order", f"{list(op.order)} does not name each of {every} once.")
         for k, extra in enumerate(group.extra):
-            _check_layout(extra.layout, len(every), None, where, f"$.classes[{c}].extra[{k}].layout")
+            path = f"$.classes[{c}].extra[{k}]"
+            _check_layout(extra.layout, len(every), None, where, f"{path}.layout")
+            _check_place(extra.of, group.ops, where, f"{path}.of")
+    _check_recompute(plan, where)
+
+
+def _check_recompute(plan: Plan, where: str) -> None:
+    for key, ops in plan.recompute.ops.items():
+        path = f"$.recompute.ops[{json.dumps(key)}]"
+        if not key.isdecimal() or int(key) >= len(plan.classes):
+            raise fail(where, path, f"there is no class {key!r}. Legal: 0 to {len(plan.classes) - 1}.")
+        for i, index in enumerate(ops):
+            _check_place(index, plan.classes[int(key)].ops, where, f"{path}[{i}]")
+
+
+def _check_place(index: int, ops: tuple[Op, ...], where: str, path: str) -> None:
+    if not 0 <= index < len(ops):
+        raise fail(where, path, f"there is no op {index}. Legal: 0 to {len(ops) - 1}.")
 
 
 def _check_units(plan: Plan, where: str) -> None:
@@ -94,8 +125,6 @@ def _check_units(plan: Plan, where: str) -> None:
 
 
 def _check_parameters(plan: Plan, where: str) -> None:
-    for name, layout in plan.inputs.items():
-        _check_layout(layout, len(plan.axes), None, where, f"$.inputs[{json.dumps(name)}]")
     for fqn, parameter in plan.parameters.items():
         path = f"$.parameters[{json.dumps(fqn)}]"
         for name in ("rest", "use"):

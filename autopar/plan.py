@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -59,13 +60,15 @@ class ClusterId:
 class PlanAxis:
     """One mesh axis. ``stride``: distance between neighbours in ranks (0 in time); ``tier``: slowest link it
     crosses, or ``time`` for the axis of microbatches (then last); ``display``: what its use is called, several where
-    it has several."""
+    it has several; ``wire``: for each of `check_plan.WIRES` (latency in s, s per byte), by which changes of layout take
+    their cheapest ways (empty: figures of no cluster)."""
 
     name: str
     size: int
     tier: str
     stride: int
     display: tuple[str, ...] = ()
+    wire: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     @property
     def is_time(self) -> bool:
@@ -74,7 +77,8 @@ class PlanAxis:
 
 @dataclass(frozen=True)
 class Op:
-    """What one op of a class does: one choice a mesh axis, and the order in which the axes nest."""
+    """What one op of a class does: one choice a mesh axis, and the order in which the axes nest. ``index``: its place
+    in the class, from 0."""
 
     index: int
     op: str
@@ -104,7 +108,8 @@ class PlanClass:
 
 @dataclass(frozen=True)
 class Unit:
-    """A piece of the graph between cuts; ``kind`` is the index of its class."""
+    """A piece of the graph between cuts; ``kind`` is the index of its class. The ops of all units' classes, one unit
+    after another, are the ops of the graph."""
 
     fqn: str
     kind: int
@@ -227,6 +232,22 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another plan in one line: the ``next`` best of its kind, or the ``nearest`` that fits where nothing did.
+
+    ``change``: what differs (``tp=2 zero=3``, ``nodes=2``); ``pins``: how to ask for it; ``why``: in a few words.
+    """
+
+    kind: Literal["next", "nearest"]
+    change: str
+    pins: Mapping[str, str] = field(default_factory=dict)
+    step_time_s: float | None = None
+    peak_mem_gib: float | None = None
+    fits: bool = True
+    why: str = ""
+
+
+@dataclass(frozen=True)
 class Plan:
     """A plan; see the module. ``batch``: rows of the global batch; ``inputs``: the layout in which each input (and what
     the prologue made) is read; ``pins``: what the user fixed, as typed.
@@ -252,6 +273,7 @@ class Plan:
     rng: Rng = Rng()
     predicted: Predicted = Predicted()
     proof: Proof = Proof()
+    alternatives: tuple[Alternative, ...] = ()
     deterministic: bool = True
     pins: Mapping[str, str] = field(default_factory=dict)
     schema: int = SCHEMA
@@ -263,9 +285,18 @@ class Plan:
 
     @property
     def zero(self) -> int:
-        """The highest ZeRO stage that any trainable parameter's rest, gather and reduce amount to."""
-        data = [i for i, a in enumerate(self.axes) if not a.is_time and set(a.display) & {"dp_shard", "dp_replicate"}]
-        return max((_zero(p, data) for p in self.parameters.values()), default=0)
+        """The highest ZeRO stage that any trainable parameter's rest, use, gather and reduce amount to."""
+        return max((_zero(p) for p in self.parameters.values()), default=0)
+
+    @property
+    def data(self) -> tuple[int, ...]:
+        """The axes of ranks, by index, that cut the batch: dim 0 of inputs (of those that microbatches cut, if any)."""
+        return tuple(sorted({i for found in rows_cut(self.axes, self.inputs) for i in found}))
+
+    @property
+    def row_unit(self) -> int:
+        """What the rows of every microbatch must be a multiple of, so that all ranks that cut them get as many."""
+        return math.lcm(*(math.prod(self.axes[i].size for i in found) for found in rows_cut(self.axes, self.inputs)))
 
     def one_line(self) -> str:
         """``dp=2 tp=2 zero=3 microbatches=3 on 4 ranks``: axes, then what is not the default."""
@@ -346,9 +377,28 @@ def choice_from_text(text: str) -> Choice:
     return Choice(match[1] or match[2], match[3] or "", parts)
 
 
-def _zero(parameter: Parameter, data: list[int]) -> int:
-    words = parameter.rest.split()
-    if not parameter.trainable or not any(words[i].startswith("S") for i in data if i < len(words)):
+def rows_cut(axes: Sequence[PlanAxis], inputs: Mapping[str, str]) -> list[tuple[int, ...]]:
+    """For each input with the batch, the axes of ranks, by index, that cut its dim 0. Where there is an axis in time
+    the inputs that it cuts have the batch, else every input whose dim 0 is cut counts.
+
+    >>> axes = (PlanAxis("a", 2, "host", 2), PlanAxis("b", 2, "host", 1), PlanAxis("time", 3, "time", 0))
+    >>> rows_cut(axes, {"ids": "S0@1 R S0@0", "positions": "R S0 R"})
+    [(0,)]
+    """
+    times = [i for i, a in enumerate(axes) if a.is_time]
+    batched = [words for words in (text.split() for text in inputs.values()) if all(is_rows(words[t]) for t in times)]
+    return [tuple(i for i, a in enumerate(axes) if not a.is_time and is_rows(words[i])) for words in batched]
+
+
+def is_rows(word: str) -> bool:
+    """Whether a word of a layout cuts dim 0."""
+    return re.match(r"S0\b", word) is not None
+
+
+def _zero(parameter: Parameter) -> int:
+    """By how it rests where it is not used in pieces."""
+    pairs = zip(parameter.rest.split(), parameter.use.split(), strict=False)
+    if not parameter.trainable or not any(rest[0] == "S" != use[0] for rest, use in pairs):
         return 0
     if parameter.gather == "use":
         return 3

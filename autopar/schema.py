@@ -1,8 +1,8 @@
 """Frozen dataclasses to and from plain JSON, with errors that name the JSON path and the legal values.
 
 The annotations of a dataclass are its schema: ``int``, ``float``, ``str``, ``bool``, ``None``, ``Literal``,
-``tuple[X, ...]``, ``Mapping[str, X]``, unions and other dataclasses. A field without a default is required; a key
-that is no field is refused.
+``tuple[X, ...]``, ``tuple[X, Y]``, ``Mapping[str, X]``, unions and other dataclasses. A field without a default is
+required; a key that is no field is refused.
 
 >>> from dataclasses import dataclass
 >>> @dataclass(frozen=True)
@@ -104,7 +104,11 @@ def _read(kind: Any, data: object, where: str, path: str) -> Any:
     if origin is tuple:
         if not isinstance(data, list):
             raise fail(where, path, f"{_show(data)} is not a list.")
-        return tuple(_read(get_args(kind)[0], item, where, f"{path}[{i}]") for i, item in enumerate(data))
+        kinds = get_args(kind)
+        if kinds[-1] is not Ellipsis and len(data) != len(kinds):
+            raise fail(where, path, f"has {len(data)} items. Legal: {len(kinds)}.")
+        each = kinds[:1] * len(data) if kinds[-1] is Ellipsis else kinds
+        return tuple(_read(k, item, where, f"{path}[{i}]") for i, (k, item) in enumerate(zip(each, data, strict=True)))
     if origin is not None and issubclass(origin, Mapping):
         if not isinstance(data, dict):
             raise fail(where, path, f"{_show(data)} is not an object.")

@@ -5,9 +5,11 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.check_plan import WIRES
 from autopar.errors import AutoparError
 from autopar.plan import (
     SCHEMA,
+    Alternative,
     ClusterId,
     Collective,
     Extra,
@@ -58,7 +60,7 @@ def _plan():
         model=ModelId("sha256:ab", "GPT", checked=True),
         cluster=ClusterId(ranks_per_node=4),
         axes=(
-            PlanAxis("dp", 2, "host", 2, ("dp_shard",)),
+            PlanAxis("dp", 2, "host", 2, ("dp_shard",), dict.fromkeys(WIRES, (1e-5, 2.5e-10))),
             PlanAxis("tp", 2, "host", 1, ("tp",)),
             PlanAxis("microbatch", 3, "time", 0),
         ),
@@ -69,7 +71,7 @@ def _plan():
                 "h.0",
                 (
                     Op(0, "aten.linear.default", "h.0.fc", ("factor:b", "factor:o(8+4+4)", "factor:b"), (2, 0, 1)),
-                    Op(2, "aten.add.Tensor", "h.0", ("I", "linear:0", "R")),
+                    Op(1, "aten.add.Tensor", "h.0", ("I", "linear:0", "R")),
                 ),
                 (Extra(0, "S0 R R"),),
             ),
@@ -89,7 +91,8 @@ def _plan():
             divided={"tp": Share(0.5, 0.5, None)},
             whole=(Whole("tp", "h.0.ln", "aten.layer_norm.default", "its factors are all on dims that norm whole"),),
         ),
-        proof=Proof(1.5, 1.25, 0.25, {"axes": 2}),
+        proof=Proof(1.5, 1.25, 0.25, {"axes": 2, "pruned": [{"mesh": [[4, 1]], "bound": 2.5}]}),
+        alternatives=(Alternative("next", "tp=4", {"tp": "4"}, 0.2, 1.5, why="slower"),),
         pins={"tp": "2"},
         timings={"capture": 1.25},
     )
@@ -171,7 +174,11 @@ def _broken(path, value):
         (["microbatches"], True, "plan: at $.microbatches: true is not an integer."),
         (["deterministic"], 1, "plan: at $.deterministic: 1 is not true or false."),
         (["batch"], None, "plan: at $.batch: is null, but 3 microbatches need to know their rows."),
-        (["batch"], 4, "plan: at $.batch: 4 is not legal. Legal: a multiple of 2, at least 6 (dp x microbatches)."),
+        (
+            ["batch"],
+            4,
+            "plan: at $.batch: 4 is not legal. Legal: a multiple of 2, at least 6 (data ranks x microbatches).",
+        ),
         (["inputs", "ids"], "S0 R", "plan: at $.inputs[\"ids\"]: 'S0 R' has 2 words for 3 axes."),
         (["mesh", "tp"], 4, "plan: at $.mesh: makes 8 ranks, the axes make 4."),
         (["cluster", "ranks_per_node"], 2, "plan: at $.axes: make 4 ranks, the cluster has 2."),
@@ -186,7 +193,18 @@ def _broken(path, value):
         ),
         (["classes", 0, "ops", 0, "choices"], ["I"], "plan: at $.classes[0].ops[0].choices: has 1 choices for 3 axes."),
         (["classes", 0, "ops", 0, "order"], [0, 1], "plan: at $.classes[0].ops[0].order: [0, 1] does not name each of"),
-        (["classes", 0, "ops", 1, "index"], 0, "plan: at $.classes[0].ops[1].index: 0 does not ascend (after 0)."),
+        (
+            ["classes", 0, "ops", 1, "index"],
+            0,
+            "plan: at $.classes[0].ops[1].index: 0 is not the op's place in its class. Legal: 1.",
+        ),
+        (["classes", 0, "extra", 0, "of"], 2, "plan: at $.classes[0].extra[0].of: there is no op 2. Legal: 0 to 1."),
+        (["recompute", "ops"], {"1": [0]}, "plan: at $.recompute.ops[\"1\"]: there is no class '1'. Legal: 0 to 0."),
+        (["recompute", "ops"], {"0": [0, 7]}, 'plan: at $.recompute.ops["0"][1]: there is no op 7. Legal: 0 to 1.'),
+        (["axes", 1, "wire"], {"copy": [0, 1]}, "plan: at $.axes[1].wire: has the keys ['copy']. Legal: all_reduce,"),
+        (["axes", 0, "wire", "copy"], [0.0, -1.0], "plan: at $.axes[0].wire.copy: [0.0, -1.0] has a negative time."),
+        (["axes", 0, "wire", "copy"], [0.0], "plan: at $.axes[0].wire.copy: has 1 items. Legal: 2."),
+        (["alternatives", 0, "kind"], "best", 'plan: at $.alternatives[0].kind: "best" is not legal. Legal: "next",'),
         (["units", 1, "kind"], 3, "plan: at $.units[1].kind: there is no class 3. Legal: 0 to 0."),
         (["stages", 0, "last"], 5, "plan: at $.stages[0]: [0, 5) does not continue at unit 0."),
         (["schedule", "name"], "dualpipe", 'plan: at $.schedule.name: "dualpipe" is not legal. Legal: "accumulate",'),

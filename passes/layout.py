@@ -26,13 +26,57 @@ from functools import cached_property, lru_cache
 SHARD, REPLICATE, INVARIANT, PARTIAL = "S", "R", "I", "P"
 
 
+BYTE = 1e-10  # seconds in which the neutral wire moves a byte between two ranks: a unit, not a measurement
+NEUTRAL_LATENCY = 1000 * BYTE
+NEUTRAL_COPY = 1e-3 * BYTE
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What moving bytes along one axis takes: of each collective (latency in s, s per byte).
+
+    Bytes are counted as nccl-tests does: all_reduce and all_to_all what a rank holds, all_gather the result,
+    reduce_scatter the input. ``copy``: s per byte of a copy within a rank.
+
+    >>> neutral(2).seconds("all_gather", 2e10)
+    1.0000001
+    """
+
+    all_reduce: tuple[float, float]
+    all_gather: tuple[float, float]
+    reduce_scatter: tuple[float, float]
+    all_to_all: tuple[float, float]
+    copy: float
+
+    def of(self, collective: str) -> tuple[float, float]:
+        """(latency in s, s per byte) of a collective by name."""
+        found: tuple[float, float] = getattr(self, collective)
+        return found
+
+    def seconds(self, collective: str, nbytes: float) -> float:
+        """How long the collective takes for ``nbytes``."""
+        latency, per_byte = self.of(collective)
+        return latency + per_byte * nbytes
+
+
+@lru_cache(maxsize=1 << 10)
+def neutral(n: int) -> Wire:
+    """The wire of an axis of ``n`` ranks of which nothing is known: rings, starting one costs as much as 1000 bytes."""
+    ring = (NEUTRAL_LATENCY, BYTE * (n - 1) / n)
+    return Wire((NEUTRAL_LATENCY, 2 * BYTE * (n - 1) / n), ring, ring, ring, NEUTRAL_COPY)
+
+
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: ``size`` ranks, or, for the time axis, ``size`` microbatches of ``rows`` batch rows."""
+    """One axis of the mesh: ``size`` ranks, or, for the time axis, ``size`` microbatches of ``rows`` batch rows.
+
+    ``wire``: what moving bytes along it takes; None: `neutral`, or in time the copies of the axes of ranks.
+    """
 
     name: str
     size: int
     rows: tuple[int, ...] = ()
+    wire: Wire | None = None
 
     @property
     def is_time(self) -> bool:
@@ -65,6 +109,27 @@ class Mesh:
     """
 
     axes: tuple[Axis, ...]
+
+    def __hash__(self) -> int:
+        found = self.__dict__.get("_hash")
+        if found is None:
+            found = self.__dict__["_hash"] = hash(self.axes)
+        return int(found)
+
+    def __reduce__(self) -> tuple[type[Mesh], tuple[tuple[Axis, ...]]]:
+        return Mesh, (self.axes,)  # a hash holds in one process only
+
+    def wire(self, axis: int) -> Wire:
+        """What moving bytes along ``axis`` takes; the time axis only copies."""
+        own = self.axes[axis]
+        if own.wire is not None:
+            return own.wire
+        known = next((a.wire for a in self.axes if a.wire is not None), None) if own.is_time else None
+        return known or neutral(own.size)
+
+    def without_wires(self) -> Mesh:
+        """The same axes, all with neutral wires."""
+        return Mesh(tuple(replace(a, wire=None) for a in self.axes))
 
     @cached_property
     def ranks(self) -> int:
@@ -247,10 +312,13 @@ __all__ = [
     "PARTIAL",
     "REPLICATE",
     "SHARD",
+    "BYTE",
     "WHOLE",
     "Axis",
     "Layout",
     "Mesh",
     "Split",
+    "Wire",
+    "neutral",
     "replace",
 ]

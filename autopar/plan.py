@@ -179,13 +179,15 @@ class Rng:
 @dataclass(frozen=True)
 class Collective:
     """``count`` times a step each rank moves ``bytes`` in all over ``axis``; ``phase``: forward, backward or
-    parameters."""
+    parameters. ``seconds`` of all of them; ``hidden``: whether they run beside compute (None: not predicted)."""
 
     kind: str
     axis: str
     count: int
     bytes: int
     phase: str = ""
+    seconds: float | None = None
+    hidden: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -298,6 +300,12 @@ class Plan:
         """What the rows of every microbatch must be a multiple of, so that all ranks that cut them get as many."""
         return math.lcm(*(math.prod(self.axes[i].size for i in found) for found in rows_cut(self.axes, self.inputs)))
 
+    @property
+    def fits(self) -> bool | None:
+        """Whether the predicted peak is within the memory of a rank; None where one of them is not known."""
+        peak, limit = self.predicted.peak_mem_gib, self.predicted.parts.get("memory_limit_bytes")
+        return None if peak is None or limit is None else peak * 2**30 <= limit
+
     def one_line(self) -> str:
         """``dp=2 tp=2 zero=3 microbatches=3 on 4 ranks``: axes, then what is not the default."""
         words = [f"{a.name}={a.size}" for a in self.axes if not a.is_time]
@@ -309,9 +317,9 @@ class Plan:
         return f"{' '.join(words) or 'dp=1'} on {self.ranks} rank{'s' * (self.ranks != 1)}"
 
     def to_json(self, *, timings: bool = False) -> dict[str, Any]:
-        """Plain JSON values. Without ``timings`` (seconds by phase) equal plans give equal values."""
-        data = write(self)
-        assert isinstance(data, dict)
+        """Plain JSON values, and ``fits``, which is not read back. Without ``timings`` (seconds by phase) equal plans
+        give equal values."""
+        data = {"fits": self.fits, **write(self)}
         if not timings:
             del data["timings"]
         return data
@@ -353,7 +361,9 @@ def from_json(data: object, *, where: str = "plan") -> Plan:
         raise fail(where, "$.schema", f"{json.dumps(version)} is not a schema version. Legal: {SCHEMA}.")
     if version > SCHEMA:
         raise fail(where, "$.schema", f"{version} is newer than this autopar reads. Legal: {SCHEMA}; update autopar.")
-    plan = read(Plan, data, where=where)
+    if data.get("fits") not in (None, True, False):
+        raise fail(where, "$.fits", f"{json.dumps(data['fits'])} is not legal. Legal: true, false, null.")
+    plan = read(Plan, {key: value for key, value in data.items() if key != "fits"}, where=where)
     check(plan, where)
     return plan
 

@@ -1,6 +1,8 @@
 """Clusters: shipped files, figures with sources, errors by JSON path."""
 
+import copy
 import json
+import math
 import subprocess
 import sys
 
@@ -54,6 +56,91 @@ def test_tier_of_an_axis(size, stride, tier):
     assert Cluster.load("h100-dgx", nodes=64).tier_of(size, stride).name == tier
 
 
+@pytest.mark.parametrize(
+    ("kind", "size", "stride", "nodes", "bandwidth"),
+    [
+        ("all_gather", 8, 1, 1, 351.7e9),  # inside a node: as measured
+        ("all_gather", 2, 4, 1, 351.7e9),
+        ("all_gather", 512, 1, 64, 370e9),  # 8 ranks a node: 8 NICs, more than measured
+        ("all_gather", 256, 2, 64, 200e9),  # 4 ranks a node
+        ("all_reduce", 128, 4, 64, 100e9),
+        ("reduce_scatter", 64, 8, 64, 50e9),  # one rank a node: one NIC
+        ("reduce_scatter", 2, 8, 2, 50e9),
+        ("reduce_scatter", 4, 128, 4, 50e9),
+        ("all_to_all", 64, 8, 64, 48e9),  # never more than measured
+        ("all_to_all", 512, 1, 64, 48e9),
+    ],
+)
+def test_a_group_gets_the_nics_of_its_ranks(kind, size, stride, nodes, bandwidth):
+    cluster = Cluster.load("h100-dgx", nodes=64)
+    latency = cluster.tier_of(size, stride).collectives[kind].latency.value
+    assert cluster.link(kind, size, stride) == pytest.approx((latency * max(1, math.log2(nodes)), bandwidth))
+
+
+def test_a_message_has_no_tree():
+    assert Cluster.load("h100-dgx", nodes=64).link("send", 64, 8) == (4.7e-5, 46e9)
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "bandwidth", "nodes"),
+    [
+        (8, 1, 351.7e9, 1),
+        (32, 1, 320e9, 4),  # inside a rack: 8 NICs of 40 GB/s a node
+        (4, 8, 40e9, 4),
+        (128, 1, 320e9, 16),  # across racks: 32 x 10 GB/s a rack, and no more than a node's NICs
+        (16, 8, 40e9, 16),  # 4 ranks a rack: 4 x 10 GB/s
+        (4, 32, 10e9, 4),  # one rank a rack
+        (8, 16, 20e9, 8),
+    ],
+)
+def test_three_tiers(size, stride, bandwidth, nodes):
+    cluster = from_json(_three(rack=32) | {"nodes": 16}, where="three")
+    latency = cluster.tier_of(size, stride).collectives["all_gather"].latency.value
+    found = cluster.link("all_gather", size, stride)
+    assert found == pytest.approx((latency * max(1, math.log2(nodes)), bandwidth))
+
+
+def test_a_kind_without_a_figure():
+    cluster = from_json(_without("tiers", 1, "collectives", "send") | {"nodes": 2}, where="mine")
+    with pytest.raises(AutoparError, match="tier network has no figure for 'send'. Legal: all_reduce, all_gather"):
+        cluster.link("send", 2, 8)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "peak"),
+    [("bf16", 989e12), ("fp16", 989e12), ("fp8", 1979e12), ("tf32", 494.5e12), ("fp32", 67e12), ("fp64", 33.5e12)],
+)
+def test_the_peak_of_a_dtype(dtype, peak):
+    chip = Cluster.load("h100-dgx").chip
+    assert chip.peak(dtype) == peak and chip.matmul_rate(dtype) == pytest.approx(0.803 * peak)
+
+
+def test_a_missing_dtype_takes_the_next():
+    data = _set(["chip", "flops"], {"fp32": HALF | {"value": 10.0}})
+    chip = from_json(data, where="mine").chip
+    assert [chip.peak(d) for d in ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")] == [5, 10, 10, 10, 10, 10]
+    data["chip"]["flops"] |= {"fp16": HALF | {"value": 40.0}, "fp64": HALF | {"value": 7.0}}
+    chip = from_json(data, where="mine").chip
+    assert [chip.peak(d) for d in ("fp64", "bf16", "fp8")] == [7, 40, 40]
+    with pytest.raises(AutoparError, match="chip H100 SXM5 80GB: no FLOP/s for 'int4'. Legal: fp64, fp32"):
+        chip.peak("int4")
+
+
+def test_the_limit_is_what_tensors_may_take():
+    cluster = Cluster.load("h100-dgx")
+    assert (cluster.memory, cluster.limit) == (80_000_000_000, 77_000_000_000)
+    assert cluster.chip.memory_rate == pytest.approx(0.9 * 3350e9)
+    local = Cluster.local(ranks=2)
+    assert local.limit == local.memory
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_what_is_assumed_says_so(name):
+    chip = Cluster.load(name).chip
+    assert not chip.efficiency["memory"].verified
+    assert chip.reserved is None or not chip.reserved.verified
+
+
 def test_local_shares_the_memory_of_this_machine():
     two, four = Cluster.local(ranks=2), Cluster.local(ranks=4)
     assert (four.ranks, four.device) == (4, "cpu")
@@ -80,6 +167,28 @@ def _set(path, value):
     return data
 
 
+def _without(*path):
+    data = _h100()
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    del at[path[-1]]
+    return data
+
+
+def _three(rack):
+    """Nodes of 8, racks of ``rack`` ranks on 40 GB/s NICs, racks joined at 10 GB/s a rank."""
+    data = _h100()
+    node, network = data["tiers"]
+    racks = copy.deepcopy(network) | {"name": "rack", "spans": rack}
+    racks["bandwidth"] = {"value": 40e9, "source": "a test of ours"}
+    network["bandwidth"] = {"value": 10e9, "source": "a test of ours"}
+    return data | {"tiers": [node, racks, network]}
+
+
+HALF = {"value": 0.5, "source": "a test of ours"}
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
@@ -96,6 +205,39 @@ def _set(path, value):
         (_set(["ranks_per_node"], 0), r"at \$.ranks_per_node: 0 is not legal"),
         (_set(["ranks_per_nodes"], 8), r"unknown key 'ranks_per_nodes', did you mean 'ranks_per_node'\?"),
         (_set(["schema"], 9), r"at \$.schema: 9 is newer"),
+        (
+            _set(["chip", "efficiency", "matmul", "value"], 1.2),
+            r"at \$.chip.efficiency.matmul.value: 1.2 is not a fraction. Legal: above 0, at most 1.",
+        ),
+        (_set(["chip", "efficiency", "memory", "value"], 0), r"at \$.chip.efficiency.memory.value: 0.0 is not legal"),
+        (_set(["chip", "efficiency", "memory", "value"], -0.5), r"at \$.chip.efficiency.memory.value: -0.5 is not"),
+        (_set(["chip", "efficiency", "memory", "source"], ""), r"at \$.chip.efficiency.memory.source: is empty"),
+        (
+            _set(["chip", "efficiency"], {"matmul": HALF}),
+            r"efficiency: the key 'memory' is missing. Legal: matmul, mem",
+        ),
+        (_set(["chip", "efficiency"], {}), r"at \$.chip.efficiency: the key 'matmul' is missing"),
+        (_set(["chip", "efficiency"], 0.5), r"at \$.chip.efficiency: 0.5 is not an object"),
+        (_set(["chip", "efficiency", "hbm"], HALF), r"efficiency: unknown key 'hbm'. Legal: matmul, memory"),
+        (_without("chip", "efficiency"), r"at \$.chip: the key 'efficiency' is missing"),
+        (
+            _set(["chip", "reserved", "value"], 80e9),
+            r"chip.reserved.value: 8e\+10 leaves nothing. Legal: less than 8e\+10",
+        ),
+        (_set(["chip", "reserved", "value"], 0), r"at \$.chip.reserved.value: 0.0 is not legal. Legal: more than 0"),
+        (_set(["chip", "reserved", "value"], "3 GB"), r'at \$.chip.reserved.value: "3 GB" is not a number'),
+        (_set(["chip", "reserved"], 3e9), r"at \$.chip.reserved: 3000000000.0 is not an object"),
+        (_without("chip", "reserved", "source"), r"at \$.chip.reserved: the key 'source' is missing"),
+        (_without("chip", "flops", "fp32"), r"at \$.chip.flops: the key 'fp32' is missing. Legal: fp64, fp32"),
+        (
+            _without("tiers", 1, "collectives", "all_gather"),
+            r"at \$.tiers\[1\].collectives: the key 'all_gather' is missing",
+        ),
+        (_set(["tiers", 0, "spans"], None), r"at \$.tiers\[0\].spans: null is for the last tier"),
+        (_set(["tiers", 0, "spans"], 1), r"at \$.tiers\[0\].spans: 1 is not legal. Legal: 2 or more"),
+        (_three(rack=12), r"at \$.tiers\[1\].spans: 12 is not legal. Legal: a multiple of 8, the tier inside it"),
+        (_three(rack=8), r"at \$.tiers\[1\].spans: 8 is not legal"),
+        (_set(["tiers"], []), r"at \$.tiers: must end in a tier that reaches every rank"),
         ([], r"mine: at \$: a JSON list is not an object."),
     ],
 )

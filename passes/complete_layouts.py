@@ -19,6 +19,7 @@ from autopar.passes.completion import Completion, is_op, produced_parts
 from autopar.passes.divide_work import Undivided, divide_work
 from autopar.passes.facts import KEY, Choice, Strategy, Value, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import Axis, Layout, Mesh, Split
+from autopar.passes.moves import STEP
 from autopar.passes.strategy import rule
 
 
@@ -36,7 +37,7 @@ def follow(state: Completion, axis: int) -> None:
         ]
         for choice, plan in state.candidates(node, axis, parts):
             price = sum(cost(have, want, v, mesh) for (v, have), want in zip(operands, plan.operands, strict=True))
-            if best is None or price < best[0] - 1e-9:
+            if best is None or price < best[0] - STEP / 10:
                 best = (price, choice, plan)
         if best is None or math.isinf(best[0]):
             known = fact(node)

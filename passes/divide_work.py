@@ -18,7 +18,7 @@ from torch import fx
 from autopar.passes.changes import cost, settle
 from autopar.passes.completion import Completion, is_op, produced_parts, result_slots
 from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
-from autopar.passes.layout import Layout
+from autopar.passes.layout import BYTE, Layout
 from autopar.passes.strategy import MOST_PARTS, rule
 
 BEAM = 96  # partial assignments kept
@@ -86,7 +86,7 @@ def divide_work(state: Completion, axis: int, batched: Mapping[fx.Node, int]) ->
 class _Search:
     def __init__(self, state: Completion, axis: int, batched: Mapping[fx.Node, int]) -> None:
         self.state, self.axis, self.batched = state, axis, batched
-        self.mesh, self.n = state.mesh, state.mesh.axes[axis].size
+        self.mesh, self.n = state.mesh.without_wires(), state.mesh.axes[axis].size
         self.proposals = propose_parts(state.gm)
         self.parameters = {n for n in state.leaves if n.op == "get_attr" and n.target in state.parameters}
         self.menu: dict[fx.Node, list[tuple[Choice, Strategy]]] = {}
@@ -142,8 +142,12 @@ class _Search:
         if key not in self.interned:
             partial = all(r.kinds[self.axis] == "P" for r in reached)
             settled = layout.with_kind(self.axis, "I")
-            self.interned[key] = Live(layout, reached, cost(layout, settled, v, self.mesh) if partial else 0.0)
+            self.interned[key] = Live(layout, reached, self._moved(layout, settled, v) if partial else 0.0)
         return self.interned[key]
+
+    def _moved(self, source: Layout, target: Layout, v: Value) -> float:
+        """The cheapest change in bytes moved on neutral wires: what is divided does not hang on the cluster."""
+        return cost(source, target, v, self.mesh) / BYTE
 
     def _read(self, operand: fx.Node, have: Live | None, want: Layout) -> tuple[float, Live]:
         """Price of reading a tensor in layout ``want``, and how it exists afterwards."""
@@ -151,12 +155,12 @@ class _Search:
         if have is None:  # a parameter is left as its first reader wants it
             entry = self._entry(operand, want)
             if entry.kinds[self.axis] == "R":
-                price += cost(entry.with_kind(self.axis, "I"), entry, v, self.mesh)
+                price += self._moved(entry.with_kind(self.axis, "I"), entry, v)
             entry = settle(entry, v, self.mesh)
             have = self._live(v, entry, frozenset((entry,)))
         want = settle(want, v, self.mesh)
         if want not in have.reached:
-            price += min(cost(r, want, v, self.mesh) for r in have.reached)
+            price += min(self._moved(r, want, v) for r in have.reached)
             have = self._live(v, have.layout, have.reached | {want})
         return price, have
 
@@ -210,7 +214,7 @@ class _Search:
             price = 0.0
             if have is not None:
                 want = settle(have.layout.with_kind(self.axis, "I"), value(loss), self.mesh)
-                price = cost(have.layout, want, value(loss), self.mesh)
+                price = self._moved(have.layout, want, value(loss))
             done.append(Partial(p.rank, p.price + price, p.live, p, None, None))
         return done
 

@@ -308,11 +308,11 @@ def _even(size: int, split: Split, mesh: Mesh) -> bool:
 
 
 __all__ = [
+    "BYTE",
     "INVARIANT",
     "PARTIAL",
     "REPLICATE",
     "SHARD",
-    "BYTE",
     "WHOLE",
     "Axis",
     "Layout",

@@ -53,7 +53,7 @@ def test_without_a_gradient_replicated_and_invariant_are_one() -> None:
 
 def test_only_the_innermost_cut_can_be_taken_off() -> None:
     nested = Layout.parse("S0 S0", 2)
-    off = {s.axis for s in moves(nested, frozenset(), BIG, TWO)}
+    off = {s.axis for s in moves(nested, frozenset(), TWO)}
     assert off == {1}
 
 

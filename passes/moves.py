@@ -1,0 +1,125 @@
+"""Moves: the changes of layout that exist on one axis, and what each takes in seconds.
+
+They are the rows of the table in ``docs/design.md`` section 3, each with its dual in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.passes.facts import Value
+from autopar.passes.layout import Layout, Mesh
+
+STEP = 1e-12  # s: of ways that take equally long the one of fewer steps is taken
+
+# forward, backward: which collective (None: local or nothing) each kind change needs. S>S is the all-to-all.
+COLLECTIVES: dict[str, tuple[str | None, str | None]] = {
+    "I>R": (None, "all_reduce"),
+    "P>I": ("all_reduce", None),
+    "P>R": ("all_reduce", "all_reduce"),
+    "S>R": ("all_gather", "reduce_scatter"),
+    "S>I": ("all_gather", None),
+    "P>S": ("reduce_scatter", "all_gather"),
+    "S>S": ("all_to_all", "all_to_all"),
+    "I>S": (None, "all_gather"),
+    "R>S": (None, None),
+    "S>P": (None, None),
+    "I>P": (None, None),
+    "R>P": (None, None),
+    "R>I": (None, None),
+}
+# Of local moves what is written, forward and backward: a "piece" of the axis, the "whole", or nothing.
+COPIES: dict[str, tuple[str | None, str | None]] = {
+    "S>I": (None, "piece"),
+    "I>S": ("piece", None),
+    "R>S": ("piece", "whole"),
+    "S>P": ("whole", "piece"),
+    "I>P": ("whole", None),
+    "R>P": ("whole", "whole"),
+    "R>I": (None, "whole"),
+}
+OVER_TIME = ("R>S", "R>P", "S>P")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One row of the table on one axis: ``row`` is ``"P>S"`` and the like."""
+
+    row: str
+    axis: int
+    source: Layout
+    target: Layout
+
+
+def moves(layout: Layout, wanted: Iterable[tuple[int, tuple[int, ...]]], mesh: Mesh) -> Iterator[Step]:
+    """All single-axis moves from ``layout``. ``wanted``: the (dim, parts) cuts that may be introduced."""
+    for axis, kind in enumerate(layout.kinds):
+        over_time = mesh.axes[axis].is_time
+        dim = layout.dim_of(axis)
+        if dim is not None and layout.dims[dim].axes[-1] != axis:
+            continue  # only the innermost cut of a dim can be taken off
+        if dim is not None and over_time and layout.dims[dim].parts:
+            continue  # rows that restart in every part stay so: no change over time has parts
+        for target in "RIP":
+            row = f"{kind}>{target}"
+            if row in COLLECTIVES and (not over_time or row in OVER_TIME):
+                yield Step(row, axis, layout, layout.with_kind(axis, target))
+        row = f"{kind}>S"
+        if over_time and row not in OVER_TIME:
+            continue
+        base = layout.with_kind(axis, "R")
+        for to, parts in wanted:
+            there = base.dims[to]
+            if there.axes and there.parts != parts:
+                continue
+            new = base.with_shard(axis, to, parts)
+            if new != layout and (not parts or not over_time):
+                yield Step(row, axis, layout, new)
+
+
+def price(step: Step, v: Value, mesh: Mesh) -> float:
+    """Seconds of one step, forward and (where a gradient flows) backward, by the wire of its axis.
+
+    >>> from autopar.passes.layout import Axis, Wire
+    >>> import torch
+    >>> wire = Wire((1e-5, 2e-11), (0.0, 1e-11), (0.0, 1e-11), (0.0, 1e-11), 0.0)
+    >>> step = Step("P>I", 0, Layout.parse("P", 1), Layout.parse("I", 1))
+    >>> round(price(step, Value((250_000,), torch.float32), Mesh((Axis("tp", 2, wire=wire),))), 9)
+    3e-05
+    """
+    fixed, per_byte = terms(step.row, step.axis, v.grad, mesh)
+    return fixed + per_byte * v.nbytes * share(step.source, step.axis, mesh)
+
+
+def share(layout: Layout, axis: int, mesh: Mesh) -> float:
+    """Of all bytes those that a rank holds where ``axis`` does not cut."""
+    pieces = 1
+    for a, kind in enumerate(layout.kinds):
+        if kind == "S" and a != axis:
+            pieces *= mesh.axes[a].size
+    return 1 / pieces
+
+
+@lru_cache(maxsize=1 << 12)
+def terms(row: str, axis: int, grad: bool, mesh: Mesh) -> tuple[float, float]:
+    """(s, s per byte held where ``axis`` does not cut) of a row on one axis, forward and with ``grad`` backward."""
+    wire, n = mesh.wire(axis), mesh.axes[axis].size
+    fixed, per_byte = STEP, 0.0
+    for collective, copied in list(zip(COLLECTIVES[row], COPIES.get(row, (None, None)), strict=True))[: 1 + grad]:
+        if collective is not None:
+            latency, slope = wire.of(collective)
+            fixed += latency
+            per_byte += slope / n if collective == "all_to_all" else slope
+        elif copied is not None:
+            per_byte += wire.copy / n if copied == "piece" else wire.copy
+    return fixed, per_byte
+
+
+def settle(layout: Layout, v: Value, mesh: Mesh) -> Layout:
+    """Without a gradient R and I are one layout: written I (over time, where I does not exist, R)."""
+    if v.grad or "R" not in layout.kinds:
+        return layout
+    kinds = "".join("I" if k == "R" and not mesh.axes[a].is_time else k for a, k in enumerate(layout.kinds))
+    return Layout(kinds, layout.dims)

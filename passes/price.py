@@ -1,0 +1,266 @@
+"""price: FLOPs, bytes of memory traffic, bytes kept and working bytes of one op under each of its strategies.
+
+All figures are of one rank and one microbatch: the rank that has most, the microbatch with the most rows. What a
+figure counts:
+
+- FLOPs: matmuls, attention and convolutions as torch's flop counter has them; an axis divides them where its choice is
+  a factor or a special. Backward: one forward's worth for every factor of the product that needs a gradient; attention
+  recomputes its scores.
+- Memory traffic: operands read and results written (a view moves nothing; a lookup reads the rows it takes); backward
+  gradients of results and kept tensors read, gradients of operands written.
+- Kept: what autograd keeps beyond operands and results (`saves`).
+- Working memory: gradients of results and operands, and one of every kept intermediate, or, where that is more, the
+  operands and results of forward that the op itself does not keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import fx
+
+from autopar.passes.divide_work import flops
+from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
+from autopar.passes.layout import Layout, Mesh
+from autopar.passes.rules.core import LOCALIZE
+from autopar.passes.saves import Call, Saves, alias, call_of, observe, saves
+from autopar.passes.strategy import strategy
+
+__all__ = ["Prices", "Saves", "alias", "local_bytes", "prices", "saves"]
+
+Array = NDArray[np.float64]
+DTYPES = {torch.float64: "fp64", torch.complex128: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+PRODUCTS = {  # slots of the tensors that are multiplied; others (biases, addends) cost no FLOPs
+    "addmm": (1, 2), "baddbmm": (1, 2), "addbmm": (1, 2), "linear": (0, 1), "bilinear": (0, 1, 2),
+}  # fmt: skip
+LOOKUPS = {"embedding", "index", "index_select", "gather", "take_along_dim"}  # read what they take, not the table
+
+
+@dataclass(frozen=True)
+class Prices:
+    """One entry a strategy: FLOPs, bytes of memory traffic, bytes kept besides operands and results, working bytes.
+
+    ``dtype``: whose peak FLOP/s the FLOPs run at: "fp32", "fp64", "bf16" or "fp16".
+    """
+
+    flops_forward: Array
+    flops_backward: Array
+    moved_forward: Array
+    moved_backward: Array
+    saved_new: Array
+    transient: Array
+    dtype: str
+
+
+def local_bytes(v: Value, layout: Layout, mesh: Mesh) -> int:
+    """Bytes that the rank with the largest piece holds of a tensor, in the microbatch with the most rows.
+
+    >>> from autopar.passes.layout import Axis
+    >>> v, mesh = Value((10, 4), torch.float32), Mesh((Axis("tp", 4), Axis("time", 3, (1, 3, 1))))
+    >>> local_bytes(v, Layout.parse("S0 R", 2), mesh), local_bytes(v, Layout.parse("S1 S0", 2), mesh)
+    (48, 24)
+    """
+    return v.dtype.itemsize * math.prod(layout.local_shape(v.shape, mesh, _largest(mesh)))
+
+
+@lru_cache(maxsize=1 << 10)
+def _largest(mesh: Mesh) -> tuple[int, ...]:
+    """Coordinates of the largest piece: the first ranks have most, and the microbatch with the most rows."""
+    return tuple(a.rows.index(max(a.rows)) if a.is_time else 0 for a in mesh.axes)
+
+
+@lru_cache(maxsize=1 << 10)
+def _shares(mesh: Mesh) -> tuple[float, ...]:
+    """What one coordinate keeps of a dim that each axis cuts evenly."""
+    return tuple(max(a.rows) / sum(a.rows) if a.is_time else 1 / a.size for a in mesh.axes)
+
+
+def prices(node: fx.Node, strategies: Sequence[Strategy], mesh: Mesh) -> Prices:
+    """Prices of an op of the annotated graph under each strategy (of ``mesh``)."""
+    return _Op(node, strategies, mesh).prices()
+
+
+class _Op:
+    """One op under several strategies; every array has one entry a strategy."""
+
+    def __init__(self, node: fx.Node, strategies: Sequence[Strategy], mesh: Mesh) -> None:
+        self.node, self.strategies, self.mesh = node, strategies, mesh
+        self.kept = saves(node)
+        self.inputs = [value(o) for o in operand_nodes(node)]
+        self.made = fact(node).values
+        self.shares: dict[str, float] = {}
+        self.zero = np.zeros(len(strategies))
+        self.share_in = [self._share(s.operands[i] for s in strategies) for i in range(len(self.inputs))]
+        self.share_out = [
+            self._share(s.results[i] for s in strategies) if v is not None else self.zero
+            for i, v in enumerate(self.made)
+        ]
+        self.read = [v.nbytes * s for v, s in zip(self.inputs, self.share_in, strict=True)]
+        self.written = [
+            v.nbytes * s if v is not None else self.zero for v, s in zip(self.made, self.share_out, strict=True)
+        ]
+
+    def prices(self) -> Prices:
+        new = [(n, n.nbytes * s) for n, s in zip(self.kept.new, self._new_shares(), strict=True)]
+        forward, backward = self._flops()
+        return Prices(
+            flops_forward=forward,
+            flops_backward=backward,
+            moved_forward=self._moved_forward(),
+            moved_backward=self._moved_backward(self._sum([b for _, b in new])),
+            saved_new=self._sum([b for _, b in new]),
+            transient=self._transient(self._sum([b for n, b in new if n.flows])),
+            dtype=self._dtype(),
+        )
+
+    def _share(self, layouts: Any) -> Array:
+        """The part of a whole tensor that a rank has in each layout; layouts in a strategy are even."""
+        out = np.empty(len(self.strategies))
+        for k, layout in enumerate(layouts):
+            found = self.shares.get(layout.kinds)
+            if found is None:
+                cut = (s for s, kind in zip(_shares(self.mesh), layout.kinds, strict=True) if kind == "S")
+                found = self.shares[layout.kinds] = math.prod(cut)
+            out[k] = found
+        return out
+
+    def _sum(self, arrays: Sequence[Array]) -> Array:
+        return sum(arrays, self.zero)
+
+    def _dtype(self) -> str:
+        tensors = [*self.inputs, *(v for v in self.made if v is not None)]
+        floats = [v.dtype for v in tensors if v.dtype.is_floating_point or v.dtype.is_complex]
+        return DTYPES.get(floats[0], "fp32") if floats else "fp32"
+
+    def _flops(self) -> tuple[Array, Array]:
+        whole = flops(self.node)
+        name = self.node.target.__name__.split(".")[0] if whole else ""  # type: ignore[union-attr]
+        if not whole:
+            return self.zero, self.zero
+        if "attention" in name:
+            return self._attention(whole)
+        factors = PRODUCTS.get(name, (0, 1) if name != "einsum" else tuple(range(len(self.inputs))))
+        times = sum(self.inputs[i].grad for i in factors if i < len(self.inputs))
+        shares = _shares(self.mesh)
+        divided = [
+            math.prod(x for x, c in zip(shares, s.choices, strict=True) if c.kind in ("factor", "special"))
+            for s in self.strategies
+        ]
+        forward = whole * np.array(divided, dtype=np.float64)
+        return forward, forward * times
+
+    def _attention(self, whole: float) -> tuple[Array, Array]:
+        """Scores are as long as the query's pieces, their product with values as the result's; backward has three
+        products of the first kind (one recomputes the scores, where these are not kept) and two of the second."""
+        d, e = self.inputs[0].shape[-1], self.inputs[2].shape[-1]
+        scores, mixed = whole * d / (d + e) * self.share_in[0], whole * e / (d + e) * self.share_out[0]
+        if not any(v.grad for v in self.inputs[:3]):
+            return scores + mixed, self.zero
+        recomputed = 1 if self.kept.results else 0
+        return scores + mixed, (2 + recomputed) * scores + 2 * mixed
+
+    def _moved_forward(self) -> Array:
+        if alias(self.node):
+            return self.zero
+        written = self._sum([w for w, a in zip(self.written, self.kept.aliases or [None], strict=False) if a is None])
+        read = dict(zip(operand_nodes(self.node), self.read, strict=True))
+        if getattr(self.node.target, "__name__", "").split(".")[0] in LOOKUPS:
+            table = max(read, key=lambda o: value(o).nbytes, default=None)
+            read = {o: np.minimum(r, written) if o is table else r for o, r in read.items()}
+        return written + self._sum(list(read.values()))
+
+    def _gradients(self) -> tuple[Array, Array]:
+        """Bytes of the gradients of results, and of operands."""
+        results = self._sum([w for v, w in zip(self.made, self.written, strict=True) if v is not None and v.grad])
+        operands = self._sum([r for v, r in zip(self.inputs, self.read, strict=True) if v.grad])
+        return results, operands
+
+    def _rearranges(self) -> bool:
+        """A view that keeps all elements: so is its backward."""
+        sizes = [math.prod(v.shape) for v in self.made if v is not None]
+        return alias(self.node) and len(sizes) == 1 and sizes[0] == math.prod(self.inputs[0].shape)
+
+    def _moved_backward(self, new: Array) -> Array:
+        results, operands = self._gradients()
+        if self._rearranges() or not any(v.grad for v in self.inputs):
+            return self.zero
+        kept = [self.read[i] for i in self.kept.operands] + [self.written[i] for i in self.kept.results]
+        return results + operands + new + self._sum(kept)
+
+    def _transient(self, new: Array) -> Array:
+        if self._rearranges():
+            return self.zero
+        results, operands = self._gradients()
+        loose = [w for i, w in enumerate(self.written) if i not in self.kept.results]
+        for i, (o, r) in enumerate(zip(operand_nodes(self.node), self.read, strict=True)):
+            if o.op == "call_function" and i not in self.kept.operands:
+                loose.append(r)
+        forward = self.zero if alias(self.node) else self._sum(loose)
+        return np.maximum(forward, results + operands + new)
+
+    def _new_shares(self) -> list[Array]:
+        """Per tensor kept besides operands and results, the part of it that a rank has."""
+        if not self.kept.new:
+            return []
+        out = [np.ones(len(self.strategies)) for _ in self.kept.new]
+        for axis, share in enumerate(_shares(self.mesh)):
+            cuts: dict[Choice, tuple[bool, ...]] = {}
+            for k, s in enumerate(self.strategies):
+                choice = s.choices[axis]
+                if choice.kind not in ("factor", "special"):
+                    continue
+                if choice not in cuts:
+                    cuts[choice] = _cuts(self.node, choice, self.mesh, axis, len(out))
+                for array, cut in zip(out, cuts[choice], strict=True):
+                    if cut:
+                        array[k] *= share
+        return out
+
+
+_CUTS: dict[tuple[Call, str, str], tuple[bool, ...]] = {}
+
+
+def _cuts(node: fx.Node, choice: Choice, mesh: Mesh, axis: int, count: int) -> tuple[bool, ...]:
+    """Whether each tensor that the op keeps besides operands and results shrinks where ``choice`` cuts: the op runs on
+    the pieces. Where it cannot, they shrink as the result does."""
+    key = (call_of(node), choice.kind, choice.name)
+    if key in _CUTS:
+        return _CUTS[key]
+    alone = Mesh((mesh.axes[axis],))
+    found = strategy(node, alone, [choice], (0,))
+    if found is None:
+        return (True,) * count
+    whole, largest = saves(node), _largest(alone)
+    shapes = [
+        layout.local_shape(value(o).shape, alone, largest)
+        for o, layout in zip(operand_nodes(node), found.operands, strict=True)
+    ]
+    results = tuple(
+        layout.local_shape(v.shape, alone, largest) if v is not None and layout is not None else None
+        for v, layout in zip(fact(node).values, found.results, strict=True)
+    )
+    pieces = observe(call_of(node, shapes, _local_args(node, tuple(shapes), results)))
+    if pieces.guessed or len(pieces.new) != count:
+        shrinks = any(layout is not None and layout.kinds == "S" for layout in found.results)
+        _CUTS[key] = (shrinks,) * count
+    else:
+        _CUTS[key] = tuple(p.nbytes < w.nbytes for p, w in zip(pieces.new, whole.new, strict=True))
+    return _CUTS[key]
+
+
+def _local_args(
+    node: fx.Node, operands: tuple[tuple[int, ...], ...], results: tuple[tuple[int, ...] | None, ...]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The node's arguments with literal sizes made local."""
+    from autopar.passes.make_local import Sizes
+
+    args, kwargs = tuple(node.args), dict(node.kwargs)
+    localize = LOCALIZE.get(node.target)
+    return localize(node, args, kwargs, Sizes(operands, results)) if localize is not None else (args, kwargs)

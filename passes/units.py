@@ -1,0 +1,257 @@
+"""Units: contiguous pieces of a graph between places where little is live, and classes of equal ones.
+
+The *core* of a graph is what depends on a parameter or needs a gradient; the rest (masks, tables, ids) is its *side*
+and belongs to no unit. Two units are one class when their ops, literal arguments, shapes, dtypes, gradients, wiring and
+parameters are the same; names do not count. What a unit shares with others are its *borders*: tensors that cross a
+cut, and parameters that several units read.
+
+before:  embed, add, norm, linear, ..., add, norm, linear, ..., add, norm, head, loss
+after:   embed | add, norm, linear, ... | add, norm, linear, ... | add, norm, head, loss      # classes 0 1 1 2
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.passes.completion import is_op, result_slots
+from autopar.passes.facts import fact, is_tensor, operand_nodes, value
+from autopar.passes.insert_changes import is_getitem
+
+SHORTEST = 16  # ops of a unit that ends in a tensor with one reader: such a cut saves nothing
+LONGEST = 96  # ops of a unit that is cut again, with tensors that outlive a quarter of it set aside
+OUTLIVES = 48  # ops that such a tensor is at least alive for
+ASIDE = 4  # tensors that may be set aside at one place
+
+
+@dataclass(frozen=True, eq=False)
+class Unit:
+    """``ops`` in order; ``borders``: the shared tensors and parameters it touches, in the order of first touch;
+    ``kind``: index of its class."""
+
+    ops: tuple[fx.Node, ...]
+    borders: tuple[fx.Node, ...]
+    kind: int
+
+
+@dataclass(frozen=True, eq=False)
+class Units:
+    """``shared``: tensors that cross cuts and parameters that several units read, in the order of first touch;
+    ``first``: for each class its first unit."""
+
+    units: tuple[Unit, ...]
+    shared: tuple[fx.Node, ...]
+    first: tuple[int, ...]
+
+
+def cut_units(
+    gm: fx.GraphModule, parameters: frozenset[str], mark: Callable[[fx.Node], Hashable] = lambda node: None
+) -> Units:
+    """Cut the core of an annotated graph. ``parameters``: the get_attr targets that are parameters; ``mark``: what else
+    two ops (or shared tensors) must have in common."""
+    ops = core_ops(gm, parameters)
+    if not ops:
+        return Units((), (), ())
+    pieces, start = [], 0
+    for end in [*_cuts(ops, parameters), len(ops) - 1]:
+        pieces.append(tuple(ops[start : end + 1]))
+        start = end + 1
+    unit_of = {node: i for i, piece in enumerate(pieces) for node in piece}
+    touched = _touched(ops, unit_of, parameters)
+    marks = _outputs(gm)
+    kinds: dict[Hashable, int] = {}
+    units, shared, first = list[Unit](), dict[fx.Node, None](), list[int]()
+    for i, piece in enumerate(pieces):
+        key, borders = _key(piece, touched, parameters, lambda n: (mark(n), marks.get(n)))
+        kind = kinds.setdefault(key, len(kinds))
+        if kind == len(first):
+            first.append(i)
+        units.append(Unit(piece, borders, kind))
+        shared.update(dict.fromkeys(borders))
+    return Units(tuple(units), tuple(shared), tuple(first))
+
+
+def core_ops(gm: fx.GraphModule, parameters: frozenset[str]) -> list[fx.Node]:
+    """The ops that depend on a parameter or need a gradient, in order."""
+    core, ops = set[fx.Node](), list[fx.Node]()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and str(node.target) in parameters:
+            core.add(node)
+        elif node.op == "call_function" and any(n in core for n in node.all_input_nodes):
+            core.add(node)
+            if is_op(node):
+                ops.append(node)
+    return ops
+
+
+def producer_of(tensor: fx.Node) -> fx.Node:
+    """The op (or leaf) that makes a tensor: of a picked output, the multi-output op."""
+    while is_getitem(tensor):
+        tensor = tensor.args[0]  # type: ignore[assignment]
+    return tensor
+
+
+def results_of(op: fx.Node) -> list[fx.Node]:
+    """The tensors of an op that something may read."""
+    return [t for t in result_slots(op) if t is not None]
+
+
+def is_parameter(node: fx.Node, parameters: frozenset[str]) -> bool:
+    return node.op == "get_attr" and str(node.target) in parameters
+
+
+# -- where to cut ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Span:
+    """One core tensor: alive after ops ``[made, last)``; ``reads``: how many slots read it."""
+
+    made: int
+    last: int
+    reads: int
+
+
+def _cuts(ops: Sequence[fx.Node], parameters: frozenset[str]) -> list[int]:
+    """Positions (the last op of a unit) of all units but the last."""
+    spans = _spans(ops)
+    cuts = _narrow(spans, 0, len(ops))
+    edges = [-1, *cuts, len(ops) - 1]
+    for before, end in zip(edges[:-1], edges[1:], strict=True):
+        if end - before > LONGEST:
+            cuts += _again(spans, before + 1, end + 1)
+    return sorted(set(cuts))
+
+
+def _spans(ops: Sequence[fx.Node]) -> list[_Span]:
+    place = {op: i for i, op in enumerate(ops)}
+    read: dict[fx.Node, list[int]] = {}
+    for i, op in enumerate(ops):
+        for operand in operand_nodes(op):
+            if producer_of(operand) in place:
+                read.setdefault(operand, []).append(i)
+    return [_Span(place[producer_of(t)], max(at), len(at)) for t, at in read.items()]
+
+
+def _narrow(spans: Iterable[_Span], start: int, end: int) -> list[int]:
+    """Positions in ``[start, end - 1)`` after which at most one of the tensors is alive."""
+    n = end - start
+    width, held = [0] * (n + 1), [0] * (n + 1)
+    known = list(spans)
+    for k, span in enumerate(known):
+        lo, hi = max(span.made, start) - start, min(span.last, end) - start
+        if lo < hi:
+            width[lo] += 1
+            width[hi] -= 1
+            held[lo] += k
+            held[hi] -= k
+    found, alive, which, before, seen = list[int](), 0, 0, -1, set[int]()
+    for p in range(n - 1):
+        alive, which = alive + width[p], which + held[p]
+        if alive > 1 or (alive == 1 and which in seen):
+            continue
+        if alive == 0 or known[which].reads > 1 or p - before >= SHORTEST:
+            found.append(start + p)
+            before = p
+            seen.add(which)
+    return found
+
+
+def _again(spans: Sequence[_Span], start: int, end: int) -> list[int]:
+    """Cuts of a long unit once tensors that are alive for most of it (an encoder's output in a decoder, a position
+    bias) are set aside."""
+    least = max(OUTLIVES, (end - start) // 4)
+    lives = [max(0, min(s.last, end) - max(s.made, start)) for s in spans]
+    aside = [0] * (end - start + 1)
+    for span, life in zip(spans, lives, strict=True):
+        if life > least:
+            for p in range(max(span.made, start) - start, min(span.last, end) - start):
+                aside[p] += 1
+    if max(aside) == 0:
+        return []
+    kept = [s for s, life in zip(spans, lives, strict=True) if life <= least]
+    return [p for p in _narrow(kept, start, end) if aside[p - start] <= ASIDE]
+
+
+# -- which are equal -------------------------------------------------------------------------------------------------
+
+
+def _touched(
+    ops: Sequence[fx.Node], unit_of: Mapping[fx.Node, int], parameters: frozenset[str]
+) -> dict[fx.Node, set[int]]:
+    """The units that make or read each tensor and parameter."""
+    touched: dict[fx.Node, set[int]] = {}
+    for op in ops:
+        for tensor in (*operand_nodes(op), *results_of(op)):
+            if producer_of(tensor) in unit_of or is_parameter(tensor, parameters):
+                touched.setdefault(tensor, set()).add(unit_of[op])
+    return touched
+
+
+def _outputs(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The tensors that the program returns, and as what."""
+    (result,) = next(n for n in gm.graph.nodes if n.op == "output").args
+    assert isinstance(result, dict)
+    found = dict.fromkeys(result["outputs"], "output")
+    found.update(dict.fromkeys(result["outputs"][:1], "loss"))
+    found.update(dict.fromkeys(result["buffers"].values(), "buffer"))
+    return found
+
+
+def _key(
+    ops: Sequence[fx.Node],
+    touched: Mapping[fx.Node, set[int]],
+    parameters: frozenset[str],
+    mark: Callable[[fx.Node], Hashable],
+) -> tuple[Hashable, tuple[fx.Node, ...]]:
+    """What makes a unit equal to another, and its borders."""
+    inside = {op: i for i, op in enumerate(ops)}
+    borders, own = dict[fx.Node, int](), dict[fx.Node, int]()
+
+    def outside(tensor: fx.Node) -> tuple[Hashable, ...]:
+        """Its number among the borders where other units touch it too."""
+        shared = len(touched[tensor]) > 1
+        return (borders.setdefault(tensor, len(borders)),) if shared else ()
+
+    def word(a: Any) -> Hashable:
+        if not isinstance(a, fx.Node):
+            return _literal(a)
+        made = producer_of(a)
+        if made in inside:
+            return ("op", inside[made], _index(a), *outside(a))
+        if a in touched and is_parameter(a, parameters):
+            return ("parameter", value(a), own.setdefault(a, len(own)), *outside(a))
+        if a in touched:
+            return ("border", value(a), mark(a), *outside(a))
+        return ("side", tuple(fact(a).values))
+
+    lines = []
+    for op in ops:
+        args = tuple(_words(a, word) for a in op.args)
+        kwargs = tuple((k, _words(a, word)) for k, a in sorted(op.kwargs.items()) if k != "device")
+        made = tuple((_index(t), mark(t), *outside(t)) for t in results_of(op))
+        lines.append((str(op.target), args, kwargs, tuple(fact(op).values), mark(op), made))
+    return tuple(lines), tuple(borders)
+
+
+def _index(tensor: fx.Node) -> int:
+    return int(tensor.args[1]) if is_getitem(tensor) else 0  # type: ignore[arg-type]
+
+
+def _words(a: Any, word: Callable[[Any], Hashable]) -> Hashable:
+    if isinstance(a, (tuple, list)):
+        return tuple(_words(x, word) for x in a)
+    if isinstance(a, dict):
+        return tuple((str(k), _words(x, word)) for k, x in sorted(a.items()))
+    return word(a)
+
+
+def _literal(a: Any) -> Hashable:
+    return (type(a).__name__, "" if isinstance(a, torch.device) else repr(a))
+
+
+__all__ = ["Unit", "Units", "core_ops", "cut_units", "is_parameter", "is_tensor", "producer_of", "results_of"]

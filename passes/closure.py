@@ -4,7 +4,7 @@
 move handles. It serves all tensors whose dims the axes divide alike. `Closure` adds prices and the shortest paths
 (Floyd and Warshall). The layouts are the cuts without parts of every dim that an axis divides evenly, in all nesting
 orders, and what the two ends of a change have besides (`Profile`): cuts in parts, and uneven ones. What a tensor holds
-over time changes by single local moves only, so a closure covers the time states of its two ends and no other.
+over time changes by local moves in one direction only (R, S, P), so a closure covers the time states of its two ends.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ class Closure:
 
 def closure(a: Profile, b: Profile, v: Value, mesh: Mesh) -> Closure | None:
     """The closure that covers changes between layouts of two profiles; None where time keeps them apart."""
-    states = (a.time,) if a.time == b.time else (a.time, b.time)
-    if len(states) == 2 and not _reachable(a.time, b.time):
+    states = _states(a.time, b.time, v, mesh)
+    if not states:
         return None
     structure = _structure_of(states, a.cuts | b.cuts, a.uneven | b.uneven, a.summed or b.summed, v, mesh)
     return _priced(structure, v.nbytes, v.grad, mesh)
@@ -144,8 +144,17 @@ def _time_state(layout: Layout, mesh: Mesh) -> TimeState:
     return dim, split.axes[: split.axes.index(mesh.time)], split.parts
 
 
-def _reachable(source: TimeState, target: TimeState) -> bool:
-    return (source == "R" and target != "I") or (not isinstance(source, str) and target == "P")
+def _states(source: TimeState, target: TimeState, v: Value, mesh: Mesh) -> tuple[TimeState, ...]:
+    """The time states on the way from one to another; none where there is no way. Between R and P lie the cuts."""
+    if source == target:
+        return (source,)
+    if source == "R" and target == "P":
+        dims = sorted(base_dims(v.shape, mesh))
+        fit = max(0, MOST_LAYOUTS // _count(len(mesh.space), len(dims)) - 2)
+        return ("R", *((d, (), ()) for d in dims[:fit]), "P")
+    if (source == "R" and not isinstance(target, str)) or (not isinstance(source, str) and target == "P"):
+        return (source, target)
+    return ()
 
 
 def _structure_of(

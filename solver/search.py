@@ -1,0 +1,295 @@
+"""The search over meshes and microbatch counts: cheap bounds first, then the most promising candidate in full.
+
+Every candidate ends with a status and a lower bound of its seconds, so that the least of all bounds holds for the whole
+search:
+
+- *illegal*: the model has no such plan (no bound; it is none of the plans).
+- *memory*: its least bytes are above the limit (none of the plans that fit).
+- *roofline*: its cheap bound is not under what was found, less the target gap.
+- *multipliers*: the same of one evaluation at the multipliers of another candidate, or of a solve that stopped there.
+- *dominated*: the same of what a smaller microbatch count takes without a memory limit. Cutting each microbatch into k
+  equal ones never makes a step shorter: a layout that divides the small batch divides the large one, and every price
+  is a maximum or a sum of affine functions ``a + b * rows`` with ``a >= 0`` (weights read, latencies), of which k times
+  the k-th part, ``k * a + b * rows``, is no less. So that optimum bounds every multiple of the count on its mesh.
+- *solved*; *open*: solved without a plan found, or not reached within the work limit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar
+
+from autopar.solver.meshes import Mesh
+
+Status = Literal["solved", "roofline", "multipliers", "memory", "illegal", "dominated", "open"]
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A mesh and a number of equal microbatches."""
+
+    mesh: Mesh
+    microbatches: int
+
+    def __str__(self) -> str:
+        """
+        >>> str(Candidate(((2, 4), (4, 1)), 16))
+        '2@4 x 4@1, 16 microbatches'
+        """
+        axes = " x ".join(f"{size}@{stride}" for size, stride in self.mesh) or "1 rank"
+        return f"{axes}, {self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
+
+
+class Quick(NamedTuple):
+    """What is known of a candidate without posing it: lower bounds of seconds and bytes, or why it is illegal."""
+
+    seconds: float
+    bytes: float = 0.0
+    illegal: str | None = None
+
+
+class Answer(Protocol):
+    """What the search reads of a solved problem. ``objective``: seconds of a plan that fits, infinite without one."""
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def objective(self) -> float: ...
+    @property
+    def bound(self) -> float: ...
+    @property
+    def multipliers(self) -> Any: ...
+    @property
+    def least_bytes(self) -> float: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome(Generic[P]):
+    """How one candidate ended. ``bound``: seconds it cannot go below (infinite where it is no plan). ``bytes``: its
+    least known; ``seconds``: of the plan found. ``problem``, ``answer``: where it was posed, where it was solved.
+    ``source``: whose optimum dominates it. ``multipliers``: those of the bound."""
+
+    candidate: Candidate
+    quick: Quick
+    status: Status = "open"
+    bound: float = 0.0
+    seconds: float = inf
+    bytes: float = 0.0
+    why: str = ""
+    problem: P | None = None
+    answer: Any = None
+    multipliers: Any = None
+    source: Candidate | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Found(Generic[P]):
+    """The end of a search. ``best``: None where nothing fits (then ``least`` has the fewest bytes of all).
+
+    ``outcomes``: one a candidate, in the order given. ``bound``: seconds that no candidate goes below; ``gap``: of
+    ``best``, as a fraction. ``work``: what was counted. ``deterministic``: False where the clock ended it."""
+
+    best: Outcome[P] | None
+    outcomes: tuple[Outcome[P], ...]
+    bound: float
+    gap: float | None
+    least: Outcome[P] | None
+    work: Mapping[str, int] = field(default_factory=dict)
+    deterministic: bool = True
+
+    @property
+    def alternatives(self) -> tuple[Outcome[P], ...]:
+        """The other candidates with a plan that fits, fastest first."""
+        others = [o for o in self.outcomes if o.seconds < inf and o is not self.best]
+        return tuple(sorted(others, key=lambda o: (o.seconds, _tie(o.candidate))))
+
+
+def search(
+    candidates: Iterable[Candidate],
+    *,
+    quick_bound: Callable[[Candidate], Quick],
+    pose: Callable[[Candidate], P],
+    solve: Callable[[P, float], Answer],
+    limit: float,
+    target_gap: float = 0.005,
+    lower_bound: Callable[[P, Any], float] | None = None,
+    free_bound: Callable[[P, Answer], float] | None = None,
+    work_limit: int | None = None,
+    seconds_limit: float | None = None,
+) -> Found[P]:
+    """The best plan over all candidates, and a bound of all of them.
+
+    ``solve(problem, cutoff)`` may stop once its bound reaches ``cutoff`` seconds. ``limit``: bytes a rank may take.
+    ``lower_bound(problem, multipliers)``: one cheap evaluation. ``free_bound(problem, answer)``: a bound of the problem
+    without its memory limit, of at most the answer's. Best bound first; ties: fewer axes, fewer microbatches.
+    ``work_limit``: candidates posed at most (the same answer every time); ``seconds_limit``: ends by the clock.
+
+    >>> from types import SimpleNamespace
+    >>> solve = lambda n, cutoff: SimpleNamespace(
+    ...     status="solved", objective=10.0 + n, bound=10.0 + n, multipliers=None, least_bytes=1.0
+    ... )
+    >>> found = search(
+    ...     [Candidate(((8, 1),), m) for m in (1, 2, 4, 8)],
+    ...     quick_bound=lambda c: Quick(seconds=8.0 + c.microbatches, bytes=8.0 / c.microbatches),
+    ...     pose=lambda c: c.microbatches,
+    ...     solve=solve,
+    ...     limit=4.0,
+    ... )
+    >>> found.best.seconds, found.gap, [(o.candidate.microbatches, o.status, o.bound) for o in found.outcomes]
+    (12.0, 0.0, [(1, 'memory', inf), (2, 'solved', 12.0), (4, 'roofline', 12.0), (8, 'roofline', 16.0)])
+    """
+    run = _Search(quick_bound, pose, solve, limit, target_gap, lower_bound, free_bound)
+    end = inf if seconds_limit is None else time.monotonic() + seconds_limit
+    waiting = run.sift(tuple(candidates))
+    deterministic = True
+    while waiting:
+        waiting.sort(key=run.rank)
+        if run.hopeless(waiting[0]):
+            break
+        if work_limit is not None and run.work["posed"] >= work_limit:
+            break
+        if time.monotonic() > end:
+            deterministic = False
+            break
+        run.visit(waiting.pop(0))
+    for candidate in waiting:
+        run.close(candidate)
+    if run.best is None and not waiting:
+        run.find_least()
+    return run.found(deterministic)
+
+
+@dataclass(eq=False)
+class _Search(Generic[P]):
+    """The state of a search: an outcome a candidate, and the best so far."""
+
+    quick_bound: Callable[[Candidate], Quick]
+    pose: Callable[[Candidate], P]
+    solve: Callable[[P, float], Answer]
+    limit: float
+    target_gap: float
+    lower_bound: Callable[[P, Any], float] | None
+    free_bound: Callable[[P, Answer], float] | None
+    outcomes: dict[Candidate, Outcome[P]] = field(default_factory=dict)
+    best: Outcome[P] | None = None
+    work: dict[str, int] = field(default_factory=lambda: {"posed": 0, "solved": 0, "evaluated": 0})
+
+    def sift(self, candidates: tuple[Candidate, ...]) -> list[Candidate]:
+        """Cheap bounds of all; those that are illegal or cannot fit are closed. Returns the others."""
+        waiting = []
+        for candidate in candidates:
+            assert candidate not in self.outcomes, f"{candidate} is given twice"
+            quick = Quick(*self.quick_bound(candidate))
+            outcome = Outcome[P](candidate, quick, bound=quick.seconds, bytes=quick.bytes)
+            if quick.illegal is not None:
+                outcome = replace(outcome, status="illegal", bound=inf, why=quick.illegal)
+            elif quick.bytes > self.limit:
+                outcome = replace(outcome, status="memory", bound=inf, why=self._over(quick.bytes))
+            else:
+                waiting.append(candidate)
+            self.outcomes[candidate] = outcome
+        return waiting
+
+    @property
+    def cutoff(self) -> float:
+        """Seconds from which on a bound ends a candidate."""
+        return inf if self.best is None else self.best.seconds * (1 - self.target_gap)
+
+    def rank(self, candidate: Candidate) -> tuple[Any, ...]:
+        return (self.outcomes[candidate].bound, *_tie(candidate))
+
+    def hopeless(self, candidate: Candidate) -> bool:
+        return self.outcomes[candidate].bound >= self.cutoff
+
+    def close(self, candidate: Candidate) -> None:
+        """A candidate that stays unvisited: pruned by the bound it has, or open."""
+        outcome = self.outcomes[candidate]
+        status: Status = "open"
+        if self.hopeless(candidate):
+            status = "roofline" if outcome.source is None else "dominated"
+        self.outcomes[candidate] = replace(outcome, status=status)
+
+    def visit(self, candidate: Candidate) -> None:
+        """Poses a candidate; prunes it at the multipliers of the best so far, or solves it."""
+        problem = self.pose(candidate)
+        self.work["posed"] += 1
+        outcome = replace(self.outcomes[candidate], problem=problem)
+        if self.lower_bound is not None and self.best is not None and self.best.multipliers is not None:
+            self.work["evaluated"] += 1
+            bound = self.lower_bound(problem, self.best.multipliers)
+            if bound >= self.cutoff:
+                self.outcomes[candidate] = replace(
+                    outcome, status="multipliers", bound=bound, multipliers=self.best.multipliers
+                )
+                return
+        self.work["solved"] += 1
+        answer = self.solve(problem, self.cutoff)
+        self.outcomes[candidate] = self._read(outcome, problem, answer)
+        if answer.status != "infeasible":
+            self._take(self.outcomes[candidate])
+        self._dominate(candidate, problem, answer)
+
+    def _read(self, outcome: Outcome[P], problem: P, answer: Answer) -> Outcome[P]:
+        outcome = replace(outcome, problem=problem, answer=answer, multipliers=answer.multipliers, source=None)
+        if answer.status == "infeasible":
+            why = self._over(answer.least_bytes)
+            return replace(outcome, status="memory", bound=inf, bytes=max(outcome.bytes, answer.least_bytes), why=why)
+        known = max(outcome.bound, answer.bound)
+        if answer.objective < inf:
+            return replace(outcome, status="solved", bound=min(known, answer.objective), seconds=answer.objective)
+        return replace(outcome, status="multipliers" if answer.bound >= self.cutoff else "open", bound=known)
+
+    def _take(self, outcome: Outcome[P]) -> None:
+        if outcome.seconds < (inf if self.best is None else self.best.seconds):
+            self.best = outcome
+
+    def _dominate(self, candidate: Candidate, problem: P, answer: Answer) -> None:
+        """Multiples of a microbatch count take at least what it takes without a memory limit."""
+        if self.free_bound is None:
+            return
+        self.work["evaluated"] += 1
+        free = self.free_bound(problem, answer)
+        for other, outcome in self.outcomes.items():
+            larger = other.mesh == candidate.mesh and other.microbatches % candidate.microbatches == 0
+            if larger and other != candidate and outcome.status == "open" and free > outcome.bound:
+                self.outcomes[other] = replace(outcome, bound=free, source=candidate)
+
+    def find_least(self) -> None:
+        """Nothing fits: solves for the fewest bytes, where the cheap bound of them is under what was found."""
+        solved = [o.answer.least_bytes for o in self.outcomes.values() if o.answer is not None]
+        least = min(solved, default=inf)
+        unsolved = [o for o in self.outcomes.values() if o.status == "memory" and o.answer is None]
+        for outcome in sorted(unsolved, key=lambda o: (o.bytes, _tie(o.candidate))):
+            if outcome.bytes >= least:
+                break
+            problem = self.pose(outcome.candidate)
+            answer = self.solve(problem, inf)
+            self.work["posed"] += 1
+            self.work["solved"] += 1
+            read = self._read(outcome, problem, answer)
+            self.outcomes[outcome.candidate] = read
+            self._take(read)
+            least = min(least, answer.least_bytes)
+
+    def found(self, deterministic: bool) -> Found[P]:
+        outcomes = tuple(self.outcomes.values())
+        bound = min((o.bound for o in outcomes), default=inf)
+        gap = None
+        least = None
+        if self.best is None:
+            tried = [o for o in outcomes if o.answer is not None and o.status == "memory"]
+            least = min(tried, key=lambda o: (o.answer.least_bytes, _tie(o.candidate)), default=None)
+        else:
+            gap = max(0.0, 1 - bound / self.best.seconds)
+        return Found(self.best, outcomes, bound, gap, least, self.work, deterministic)
+
+    def _over(self, nbytes: float) -> str:
+        return f"needs at least {nbytes:.6g} bytes a rank of {self.limit:.6g}"
+
+
+def _tie(candidate: Candidate) -> tuple[Any, ...]:
+    return (len(candidate.mesh), candidate.microbatches, candidate.mesh)

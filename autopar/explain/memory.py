@@ -1,0 +1,47 @@
+"""The predicted peak of one rank, by who owns the bytes."""
+
+from __future__ import annotations
+
+from autopar.explain.page import Section
+from autopar.explain.quantities import GIB, percent
+from autopar.plan import Plan
+
+OWNERS = {
+    "parameters_bytes": ("parameters", "as they rest"),
+    "gradients_bytes": ("gradients", "as parameters rest, or whole where they are reduced once a step"),
+    "optimizer_bytes": ("optimizer states", "AdamW's two, in the dtype of the resting parameter"),
+    "saved_bytes": ("saved activations", "kept by autograd for the backward of one microbatch"),
+    "gathered_step_bytes": ("weights gathered once a step", ""),
+    "accumulator_bytes": ("accumulated gradients", "not reduced before the last microbatch"),
+    "transient_bytes": ("working memory", "the largest of any op and its changes of layout"),
+    "inputs_bytes": ("inputs", ""),
+    "buffers_bytes": ("buffers and constants", ""),
+}
+HELD = "gathered_held_bytes"
+
+
+def owners(plan: Plan) -> list[tuple[str, str, float]]:
+    """(name, remark, bytes) of everything in the predicted peak, largest first."""
+    found = [(*words, plan.predicted.parts.get(key, 0.0)) for key, words in OWNERS.items()]
+    return sorted((owner for owner in found if owner[2]), key=lambda owner: -owner[2])
+
+
+def memory(plan: Plan) -> Section:
+    """The section of memory."""
+    peak, parts = plan.predicted.peak_mem_gib, plan.predicted.parts
+    if peak is None:
+        return Section("Memory of a rank", ())
+    rows = [(name, _gib(n), percent(n, peak * GIB), remark) for name, remark, n in owners(plan)]
+    rows.append(("peak", f"{peak:.2f}", "100.0 %", "sum of the above" if rows else ""))
+    if limit := parts.get("memory_limit_bytes"):
+        left = limit - peak * GIB
+        rows.append(("limit", _gib(limit), percent(limit, peak * GIB), "what tensors may take of the device"))
+        rows.append(("free" if left >= 0 else "MISSING", _gib(abs(left)), percent(abs(left), peak * GIB), ""))
+    if held := parts.get(HELD):
+        remark = "gathered weights that today's runtime keeps until backward; not in the peak"
+        rows.append(("apart: held weights", _gib(held), percent(held, peak * GIB), remark))
+    return Section("Memory of a rank", tuple(rows), ("kind", "GiB", "of the peak", ""))
+
+
+def _gib(n: float) -> str:
+    return f"{n / GIB:.2f}"

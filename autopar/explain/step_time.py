@@ -1,0 +1,53 @@
+"""The predicted seconds of a step, by stream and kind."""
+
+from __future__ import annotations
+
+from autopar.explain.page import Section
+from autopar.explain.quantities import percent, seconds_text
+from autopar.plan import Plan
+
+KINDS = {
+    "compute_s": ("compute", "forward and backward; each op as long as its FLOPs or its bytes take"),
+    "optimizer_s": ("optimizer", "AdamW: 7 passes over the resting bytes"),
+    "exposed_s": ("exposed communication", "of activations: compute waits for it"),
+    "hidden_s": ("hidden communication", "of parameters and gradients: runs beside compute and optimizer"),
+}
+
+
+def step_time(plan: Plan) -> Section:
+    """The section of time."""
+    step, parts = plan.predicted.step_time_s, plan.predicted.parts
+    if step is None:
+        return Section("Time of a step", ())
+    rows = [
+        (name, seconds_text(parts[key]), percent(parts[key], step), remark)
+        for key, (name, remark) in KINDS.items()
+        if key in parts
+    ]
+    if waits := _waits(plan):
+        rows.append(("not hidden", seconds_text(waits), percent(waits, step), "hidden communication beyond compute"))
+    remark = "exposed + max(compute + optimizer, hidden)" if rows else ""
+    rows.append(("step", seconds_text(step), "100.0 %", remark))
+    return Section("Time of a step", tuple(rows), ("kind", "time", "of the step", ""))
+
+
+def _waits(plan: Plan) -> float:
+    """Seconds by which hidden communication outlasts what it is to hide beside."""
+    parts = plan.predicted.parts
+    return max(0.0, parts.get("hidden_s", 0.0) - parts.get("compute_s", 0.0) - parts.get("optimizer_s", 0.0))
+
+
+def binds(plan: Plan) -> str:
+    """What a plan's step consists of most, or the memory that it lacks."""
+    peak, limit = plan.predicted.peak_mem_gib, plan.predicted.parts.get("memory_limit_bytes")
+    if plan.fits is False and peak is not None and limit is not None:
+        return f"memory: {peak - limit / 2**30:.1f} GiB too much"
+    step, parts = plan.predicted.step_time_s, plan.predicted.parts
+    if not step or "compute_s" not in parts:
+        return ""
+    kinds = {"compute": parts["compute_s"], "optimizer": parts.get("optimizer_s", 0.0)}
+    kinds["exposed communication"] = parts.get("exposed_s", 0.0)
+    if _waits(plan):
+        kinds["communication of parameters and gradients"] = parts["hidden_s"]
+    name = max(kinds, key=lambda kind: kinds[kind])
+    return f"{name}, {percent(kinds[name], step)} of the step"

@@ -7,17 +7,16 @@ edited or broadcast gives the same program as one just made.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
-import torch
 from torch import fx
 
 from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes import PREPARE, run
-from autopar.passes.complete_layouts import complete_layouts, complete_prologue, rest_as_entry
-from autopar.passes.completion import is_op
+from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
 from autopar.passes.divide_work import Undivided, flops
 from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, value
 from autopar.passes.insert_changes import is_getitem, produced_layout
@@ -26,25 +25,10 @@ from autopar.passes.lower import Lowerable
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.strategy import choices, rule, strategy
 from autopar.pins import ResolvedPins, microbatch_rows
-from autopar.plan import (
-    TIME,
-    ClusterId,
-    ModelId,
-    Op,
-    Padding,
-    Parameter,
-    Plan,
-    PlanAxis,
-    PlanClass,
-    Predicted,
-    Stage,
-    Unit,
-    Whole,
-    choice_from_text,
-    choice_to_text,
-)
-
-DTYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
+from autopar.plan import Op, Plan, Predicted, Whole, choice_from_text, choice_to_text
+from autopar.rests import resting, rests_of
+from autopar.wires import wire_of
+from autopar.write_plan import ops_of, plan_of, strides_of, wire_from_json
 
 
 @dataclass(frozen=True)
@@ -93,48 +77,56 @@ def mesh_of(pins: ResolvedPins) -> Mesh:
 
 def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     """The plan for these pins. Raises AutoparError where a pin cannot be kept."""
-    captured, mesh = prepared.captured, mesh_of(pins)
-    gm = copy_graph(prepared.body)
-    gm, undivided = complete_layouts(
-        gm,
+    mesh = _with_wires(mesh_of(pins), cluster)
+    gm, left = _completed(prepared, mesh, pins.zero, ("tp",))
+    _keep_obligations(gm, mesh, pins, left)
+    plan = plan_of(gm, prepared.captured, mesh, cluster)
+    return replace(plan, predicted=_whole(plan, left), pins=pins.pins.given())
+
+
+def choose_along(prepared: Prepared, training: Plan, cluster: Cluster) -> Plan:
+    """The plan of an eval program on the ranks of a training plan: axes that cut its batch are followed, the others
+    divided; parameters rest as they do there. Raises AutoparError where the batch has too few rows."""
+    batch, data = prepared.captured.batch, [training.axes[i] for i in training.data]
+    ranks = math.prod(a.size for a in data)
+    if batch % ranks:
+        words = " ".join(f"{a.name}={a.size}" for a in data)
+        raise AutoparError(
+            f"batch: {words} does not divide the batch of {batch} row{'s' * (batch != 1)}, and the plan of training "
+            f"cuts it so. Give a multiple of {ranks} rows."
+        )
+    mesh = Mesh(tuple(a for a in plan_mesh(training).axes if not a.is_time))
+    gm, left = _completed(prepared, mesh, training.zero, {a.name for a in mesh.axes} - {a.name for a in data})
+    plan = resting(plan_of(gm, prepared.captured, mesh, cluster), rests_of(training))
+    return replace(plan, predicted=_whole(plan, left), pins=training.pins)
+
+
+def _completed(
+    prepared: Prepared, mesh: Mesh, zero: int, divided: Collection[str]
+) -> tuple[fx.GraphModule, list[tuple[str, Undivided]]]:
+    captured = prepared.captured
+    return complete_layouts(
+        copy_graph(prepared.body),
         mesh,
         parameters=frozenset(captured.parameters),
         batch_inputs=frozenset(i.name for i in captured.inputs if i.batch),
         batch=captured.batch,
-        zero=pins.zero,
+        zero=zero,
+        divided=divided,
     )
-    _keep_obligations(gm, mesh, pins, undivided)
-    parameters = {
-        str(n.target): _parameter(captured, n, mesh) for n in gm.graph.nodes if str(n.target) in captured.parameters
-    }
-    stride = pins.ranks
-    axes = []
-    for axis in mesh.axes:
-        if axis.is_time:
-            axes.append(PlanAxis(axis.name, axis.size, TIME, 0))
-            continue
-        stride //= axis.size
-        display = "tp" if axis.name == "tp" else "dp_shard" if pins.zero else "dp_replicate"
-        axes.append(PlanAxis(axis.name, axis.size, cluster.tier_of(axis.size, stride).name, stride, (display,)))
-    ops = tuple(_op(index, node) for index, node in enumerate(_ops(gm)))
-    return Plan(
-        model=ModelId(captured.hash, captured.model_name, captured.checked == "equal", captured.hints),
-        cluster=ClusterId(cluster.name, cluster.nodes, cluster.ranks_per_node, cluster.device),
-        axes=tuple(axes),
-        mesh={a.display[0]: a.size for a in axes if a.display},
-        units=(Unit("", 0),),
-        classes=(PlanClass("", ops),),
-        stages=(Stage(0, 1),),
-        microbatches=pins.microbatches,
-        batch=captured.batch,
-        inputs={n.name: str(produced_layout(n)) for n in gm.graph.nodes if n.op == "placeholder"},
-        parameters=parameters,
-        padding=_padding(gm, mesh, captured),
-        predicted=Predicted(
-            whole=tuple(Whole("tp", u.fqn, u.op, u.why) for u in undivided),
-            fallback=tuple(sorted({str(n.target) for n in _ops(gm) if rule(n) is None and not _constant(n)})),
-        ),
-        pins=pins.pins.given(),
+
+
+def _whole(plan: Plan, left: list[tuple[str, Undivided]]) -> Predicted:
+    return replace(plan.predicted, whole=tuple(Whole(axis, u.fqn, u.op, u.why) for axis, u in left))
+
+
+def _with_wires(mesh: Mesh, cluster: Cluster) -> Mesh:
+    strides = strides_of(mesh)
+    return Mesh(
+        tuple(
+            a if a.is_time else replace(a, wire=wire_of(cluster, a.size, stride))
+            for a, stride in zip(mesh.axes, strides, strict=True)
+        )
     )
 
 
@@ -151,18 +143,19 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
         )
     mesh = mesh or plan_mesh(plan)
     gm = copy_graph(prepared.body)
-    nodes = _ops(gm)
-    listed = plan.classes[0].ops if plan.classes else ()
+    nodes, listed = ops_of(gm), list(_ops_of_units(plan))
     if len(listed) != len(nodes):
-        raise AutoparError(f"plan: $.classes[0].ops has {len(listed)} ops, the graph has {len(nodes)}. Plan again.")
+        raise AutoparError(
+            f"plan: $.units: the classes of all units have {len(listed)} ops, the graph has {len(nodes)}. Plan again."
+        )
     every = tuple(range(len(mesh.axes)))
-    for k, (op, node) in enumerate(zip(listed, nodes, strict=True)):
+    for (where, op), node in zip(listed, nodes, strict=True):
         chosen = [choice_from_text(text) for text in op.choices]
         found = None
         if op.op == str(node.target) and _known(node, chosen):
             found = strategy(node, mesh, chosen, op.order or every)
         if found is None:
-            raise AutoparError(_illegal(k, op, node, mesh))
+            raise AutoparError(_illegal(where, op, node, mesh))
         node.meta[KEY] = replace(fact(node), strategy=found)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
@@ -204,10 +197,16 @@ def plan_mesh(plan: Plan) -> Mesh:
         rows: tuple[int, ...] = ()
         if axis.is_time:
             assert plan.batch is not None
-            unit = math.prod(a.size for a in plan.axes if a.name == "dp")
-            rows = microbatch_rows(plan.batch, unit, axis.size)
-        axes.append(Axis(axis.name, axis.size, rows))
+            rows = microbatch_rows(plan.batch, plan.row_unit, axis.size)
+        axes.append(Axis(axis.name, axis.size, rows, wire_from_json(axis.wire)))
     return Mesh(tuple(axes))
+
+
+def _ops_of_units(plan: Plan) -> Iterator[tuple[str, Op]]:
+    """(JSON path, op) of every op of the graph, unit by unit."""
+    for unit in plan.units:
+        for k, op in enumerate(plan.classes[unit.kind].ops):
+            yield f"plan: $.classes[{unit.kind}].ops[{k}]", op
 
 
 def _apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:
@@ -225,12 +224,7 @@ def _apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:
         raise AutoparError(
             f"{where}.rest: {found.rest!r} rests in parts (checkpoints could not say so). Legal: S<dim> without parts."
         )
-    entry = use
-    if found.gather == "use":
-        entry = rest_as_entry(rest, use, mesh)
-    strategy_ = Strategy((), every, (), (entry,))
-    reduce = "microbatch" if found.reduce == "microbatch" else "step"
-    node.meta[KEY] = replace(fact(node), strategy=strategy_, rest=rest, reduce=reduce)
+    treat(node, rest, use, found.gather, "microbatch" if found.reduce == "microbatch" else "step", mesh)
 
 
 def _legal_layout(text: str, shape: tuple[int, ...], mesh: Mesh, where: str, *, even: bool) -> Layout:
@@ -252,8 +246,7 @@ def _legal_layout(text: str, shape: tuple[int, ...], mesh: Mesh, where: str, *, 
     return layout
 
 
-def _illegal(k: int, op: Op, node: fx.Node, mesh: Mesh) -> str:
-    where = f"plan: $.classes[0].ops[{k}]"
+def _illegal(where: str, op: Op, node: fx.Node, mesh: Mesh) -> str:
     if op.op != str(node.target):
         return f"{where}.op: is {op.op}, the graph has {node.target} there. Plan again."
     legal = "; ".join(
@@ -280,74 +273,17 @@ def _known(node: fx.Node, chosen: list[Choice]) -> bool:
     return True
 
 
-def _ops(gm: fx.GraphModule) -> list[fx.Node]:
-    return [n for n in gm.graph.nodes if is_op(n)]
-
-
-def _op(index: int, node: fx.Node) -> Op:
-    found = fact(node).strategy
-    assert found is not None
-    return Op(index, str(node.target), fact(node).fqn, tuple(choice_to_text(c) for c in found.choices), found.order)
-
-
-def _parameter(captured: Capture, node: fx.Node, mesh: Mesh) -> Parameter:
-    fqn, v, known = str(node.target), value(node), fact(node)
-    entry, rest = produced_layout(node), known.rest
-    assert rest is not None
-    per_use = any(a.name == "dp" and entry.kinds[i] == "S" for i, a in enumerate(mesh.axes))
-    use = entry
-    for i, a in enumerate(mesh.axes):
-        if per_use and a.name == "dp":
-            use = use.with_kind(i, "R")
-    moves = str(rest).replace("R", "I") != str(use).replace("R", "I")
-    summed = v.grad and any(use.kinds[i] == "R" and a.size > 1 for i, a in enumerate(mesh.axes) if not a.is_time)
-    trainable = captured.parameters[fqn].requires_grad
-    return Parameter(
-        shape=v.shape,
-        rest=str(rest),
-        use=str(use),
-        gather="use" if per_use else "step" if moves else "never",
-        reduce="never"
-        if not trainable or not (moves or summed)
-        else "microbatch"
-        if known.reduce == "microbatch"
-        else "step",
-        dtype=DTYPES.get(v.dtype, str(v.dtype).removeprefix("torch.")),
-        grad_dtype=DTYPES.get(v.dtype, str(v.dtype).removeprefix("torch.")),
-        trainable=trainable,
-        aliases=tuple(sorted(a for a, c in captured.aliases.items() if c == fqn)),
-    )
-
-
-def _padding(gm: fx.GraphModule, mesh: Mesh, captured: Capture) -> tuple[Padding, ...]:
-    found = []
-    for node in gm.graph.nodes:
-        if node.op != "get_attr" or str(node.target) not in captured.parameters:
-            continue
-        rest, shape = fact(node).rest, value(node).shape
-        assert rest is not None
-        for d, split in enumerate(rest.dims):
-            ways = math.prod(mesh.axes[a].size for a in split.axes)
-            if split.axes and shape[d] % ways:
-                found.append(Padding(str(node.target), d, shape[d], -(-shape[d] // ways) * ways))
-    return tuple(found)
-
-
-def _constant(node: fx.Node) -> bool:
-    return not node.all_input_nodes
-
-
-def _keep_obligations(gm: fx.GraphModule, mesh: Mesh, pins: ResolvedPins, undivided: list[Undivided]) -> None:
+def _keep_obligations(gm: fx.GraphModule, mesh: Mesh, pins: ResolvedPins, left: list[tuple[str, Undivided]]) -> None:
     """A pinned tp must divide something."""
     if pins.tp == 1:
         return
     axis = mesh.index("tp")
-    for node in _ops(gm):
+    for node in ops_of(gm):
         found = fact(node).strategy
         assert found is not None
         if flops(node) and found.choices[axis].kind in ("factor", "special"):
             return
-    listed = "; ".join(f"{u.fqn} ({u.op.removeprefix('aten.')}): {u.why}" for u in undivided[:3])
+    listed = "; ".join(f"{u.fqn} ({u.op.removeprefix('aten.')}): {u.why}" for _, u in left[:3])
     raise AutoparError(
         f"pins: tp={pins.tp} divides no matmul, attention or convolution of this model "
         f"({listed or 'it has none'}). Use tp=1, or a degree that divides them."

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autopar.passes.layout import Layout
+from autopar.passes.layout import Layout, Split
 from autopar.plan import Parameter, Plan
 
 
@@ -40,3 +41,28 @@ def _resting(parameter: Parameter, rest: Layout) -> Parameter:
     gather = parameter.gather if parameter.gather == "use" else "step" if moves else "never"
     reduce = "step" if moves and parameter.trainable and parameter.reduce == "never" else parameter.reduce
     return replace(parameter, rest=str(rest), gather=gather, reduce=reduce)
+
+
+def one_nesting(rests: Mapping[str, Layout], nbytes: Mapping[str, int]) -> dict[str, Layout]:
+    """The rests with axes that cut one dim nested in one order for all parameters, as DTensors of one device mesh are:
+    in the order that most bytes have.
+
+    >>> found = {"w": Layout.parse("S0@1 S0@0", 1), "b": Layout.parse("S0 S0", 1), "c": Layout.parse("S1 S0", 2)}
+    >>> {fqn: str(rest) for fqn, rest in one_nesting(found, {"w": 64, "b": 8, "c": 64}).items()}
+    {'w': 'S0@1 S0@0', 'b': 'S0@1 S0@0', 'c': 'S1 S0'}
+    """
+    weight: dict[tuple[int, int], int] = {}
+    for fqn, rest in rests.items():
+        for split in rest.dims:
+            for pair in itertools.combinations(split.axes, 2):
+                weight[pair] = weight.get(pair, 0) + nbytes[fqn]
+    axes = sorted({a for pair in weight for a in pair})
+    orders = itertools.permutations(axes)
+    order = max(orders, key=lambda o: sum(weight.get(pair, 0) for pair in itertools.combinations(o, 2)))
+    return {fqn: replace(rest, dims=tuple(_nested(s, order) for s in rest.dims)) for fqn, rest in rests.items()}
+
+
+def _nested(split: Split, order: tuple[int, ...]) -> Split:
+    if len(split.axes) < 2:
+        return split
+    return replace(split, axes=tuple(sorted(split.axes, key=order.index)))

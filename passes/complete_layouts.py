@@ -1,14 +1,14 @@
 """complete_layouts: afterwards every node has a strategy: a choice on each axis, and with it all its layouts.
 
-For a plan pinned by axes (``dp``, ``tp``) no solver is needed. On the time and dp axes the batch is followed: each op
-takes the choice whose operands arrive as they are. On the tp axis `divide_work` decides; the usual column/row pattern
-is what comes out.
+For a plan pinned by axes no solver is needed. On the time axis and on data axes the batch is followed: each op takes
+the choice whose operands arrive as they are. On the axes to divide (pinned ``tp``) `divide_work` decides; the usual
+column/row pattern is what comes out.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from torch import fx
@@ -48,8 +48,16 @@ def follow(state: Completion, axis: int) -> None:
         state.take(node, axis, best[1], best[2])
 
 
+Cut = tuple[int, tuple[int, ...]]  # a dim, and the parts in which it is cut one by one
+
+
 def batch_dims(gm: fx.GraphModule, batch_inputs: frozenset[str], batch: int) -> dict[fx.Node, int]:
     """The dim of every tensor that carries the batch: where the rows of the inputs end up when each has a rank."""
+    return {node: dim for node, (dim, _) in batch_cuts(gm, batch_inputs, batch).items()}
+
+
+def batch_cuts(gm: fx.GraphModule, batch_inputs: frozenset[str], batch: int) -> dict[fx.Node, Cut]:
+    """How every tensor that carries the batch would be cut by it (in parts, where the batch is inside of a dim)."""
     if batch < 2:
         return {}
     mesh = Mesh((Axis("batch", batch),))
@@ -58,8 +66,13 @@ def batch_dims(gm: fx.GraphModule, batch_inputs: frozenset[str], batch: int) -> 
         if node.op == "placeholder" and node.name in batch_inputs:
             state.leaves[node] = state.leaves[node].with_shard(0, 0)
     follow(state, 0)
-    found = {n: state.layout(n).dim_of(0) for n in gm.graph.nodes if is_tensor(n)}
-    return {n: d for n, d in found.items() if d is not None}
+    found = {}
+    for node in filter(is_tensor, gm.graph.nodes):
+        layout = state.layout(node)
+        dim = layout.dim_of(0)
+        if dim is not None:
+            found[node] = (dim, layout.dims[dim].parts)
+    return found
 
 
 def complete_layouts(
@@ -70,25 +83,27 @@ def complete_layouts(
     batch_inputs: frozenset[str],
     batch: int,
     zero: int = 0,
-) -> tuple[fx.GraphModule, list[Undivided]]:
-    """Give every node its strategy for a mesh of axes named ``dp``, ``tp`` and (in time) ``time``.
+    divided: Collection[str] = ("tp",),
+) -> tuple[fx.GraphModule, list[tuple[str, Undivided]]]:
+    """Give every node its strategy. On axes called ``divided`` work is divided, on all others the batch is followed.
 
     ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is
-    the batch; ``zero``: how parameters rest over dp (``docs/design.md`` section 6). Returns the graph and the ops
-    that tp leaves whole. Raises AutoparError where the batch cannot be cut into microbatches.
+    the batch; ``zero``: how parameters rest over the followed axes (``docs/design.md`` section 6). Returns the graph,
+    and each axis with an op that it leaves whole. Raises AutoparError where the batch cannot be cut into microbatches.
     """
     state = Completion(gm, mesh, parameters)
+    followed = [i for i, a in enumerate(mesh.axes) if a.name not in divided]
+    for axis in followed:
+        for node in state.leaves:
+            if node.op == "placeholder" and node.name in batch_inputs:
+                state.leaves[node] = _outermost(state.leaves[node], axis, mesh)
+        follow(state, axis)
+    undivided: list[tuple[str, Undivided]] = []
     for axis, a in enumerate(mesh.axes):
-        if a.name != "tp":
-            for node in state.leaves:
-                if node.op == "placeholder" and node.name in batch_inputs:
-                    state.leaves[node] = _outermost(state.leaves[node], axis, mesh)
-            follow(state, axis)
-    undivided: list[Undivided] = []
-    for axis, a in enumerate(mesh.axes):
-        if a.name == "tp":
-            undivided += divide_work(state, axis, batch_dims(gm, batch_inputs, batch))
-    record(state, zero)
+        if axis not in followed:
+            found = divide_work(state, axis, batch_dims(gm, batch_inputs, batch))
+            undivided += [(a.name, u) for u in found]
+    record(state, zero, [i for i in followed if not mesh.axes[i].is_time])
     return gm, undivided
 
 
@@ -112,7 +127,7 @@ def complete_prologue(gm: fx.GraphModule, mesh: Mesh, inputs: Mapping[str, Layou
             state.leaves[node] = _joined(inputs[node.name], mesh)
     for axis in mesh.space:
         follow(state, axis)
-    record(state, 0)
+    record(state, 0, ())
     return gm
 
 
@@ -133,54 +148,68 @@ def _joined(layout: Layout, mesh: Mesh) -> Layout:
     return Layout(joined.kinds, (*joined.dims[:dim], split, *joined.dims[dim + 1 :]))
 
 
-def record(state: Completion, zero: int) -> None:
-    """Write the strategies, and how parameters rest, into the nodes' facts."""
+def record(state: Completion, zero: int, over: Collection[int]) -> None:
+    """Write the strategies, and how parameters rest: with ``zero`` in pieces over the axes ``over`` too."""
     for node in state.gm.graph.nodes:
         if node in state.plans:
             node.meta[KEY] = replace(fact(node), strategy=state.plans[node])
         elif node in state.leaves and node.op == "get_attr" and node.target in state.parameters:
-            rest, entry = rest_and_entry(value(node), state.leaves[node], state.mesh, zero)
-            reduce = "microbatch" if zero >= 2 else "step"
-            plan = Strategy((), state.order, (), (entry,))
-            node.meta[KEY] = replace(fact(node), strategy=plan, rest=rest, reduce=reduce)
+            use = state.leaves[node]
+            rest = resting(value(node), use, state.mesh, over if zero else ())
+            pieces = any(a == "S" != b for a, b in zip(rest.kinds, use.kinds, strict=True))
+            gather = "use" if zero == 3 and pieces else "step" if needs_change(rest, use) else "never"
+            treat(node, rest, use, gather, "microbatch" if zero >= 2 else "step", state.mesh)
         elif is_tensor(node):
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), state.order, (), (state.layout(node),)))
 
 
-def rest_and_entry(v: Value, used: Layout, mesh: Mesh, zero: int) -> tuple[Layout, Layout]:
-    """How a parameter used as ``used`` rests, and as what the program takes it: with ``zero`` 3 as it rests."""
-    rest = used
-    for axis, a in enumerate(mesh.axes):
-        if a.is_time:
-            continue
-        if a.name == "tp":
-            dim = used.dim_of(axis)
-            rest = rest.with_kind(axis, "I") if dim is None else _contiguous(rest, axis, dim)
-    for axis, a in enumerate(mesh.axes):
-        if a.is_time or a.name == "tp":
-            continue
-        rest = rest.with_kind(axis, "I")
-        if zero and a.size > 1:
+def treat(node: fx.Node, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh) -> None:
+    """Write down how a parameter (its get_attr) is treated; the strategy is then how the program takes it."""
+    entry = rest_as_entry(rest, use, mesh) if gather == "use" else use
+    plan = Strategy((), tuple(range(len(mesh.axes))), (), (entry,))
+    node.meta[KEY] = replace(fact(node), strategy=plan, rest=rest, use=use, gather=gather, reduce=reduce)
+
+
+def needs_change(rest: Layout, use: Layout) -> bool:
+    """Whether a parameter's value has to move (R and I hold the same) between how it rests and how it is used."""
+    return str(rest).replace("R", "I") != str(use).replace("R", "I")
+
+
+def resting(v: Value, use: Layout, mesh: Mesh, over: Collection[int]) -> Layout:
+    """How a parameter used as ``use`` rests: cut where its use is cut (but never in parts), and one axis after another
+    of ``over`` as well; whole elsewhere.
+
+    >>> import torch
+    >>> mesh = Mesh((Axis("dp", 2), Axis("tp", 2)))
+    >>> str(resting(Value((12, 7), torch.float32), Layout.parse("R S0(8+4)", 2), mesh, over=[0]))
+    'S0@1 S0@0'
+    """
+    kinds = "".join("S" if k == "S" else "R" if mesh.axes[a].is_time else "I" for a, k in enumerate(use.kinds))
+    rest = Layout(kinds, tuple(Split(s.axes) for s in use.dims))
+    for axis in over:
+        if use.kinds[axis] != "S" and mesh.axes[axis].size > 1:
             rest = _zero_shard(v, rest, axis, mesh)
-    return rest, rest_as_entry(rest, used, mesh) if zero == 3 else used
+    return rest
 
 
 def rest_as_entry(rest: Layout, use: Layout, mesh: Mesh) -> Layout:
-    """What the program takes of a parameter that is gathered per use: ``use`` with the cuts of dp that ``rest`` has."""
+    """What the program takes of a parameter that is gathered per use: ``use``, cut as ``rest`` is where it has no cut.
+
+    >>> mesh = Mesh((Axis("dp", 2), Axis("tp", 2)))
+    >>> str(rest_as_entry(Layout.parse("S1 S0", 2), Layout.parse("R S0(4+2)", 2), mesh))
+    'S1 S0(4+2)'
+    """
     entry = use
-    for axis, a in enumerate(mesh.axes):
-        dim = rest.dim_of(axis)
-        if a.name == "dp" and dim is not None:
-            entry = entry.with_shard(axis, dim, entry.dims[dim].parts if entry.dims[dim].axes else ())
+    for dim, split in enumerate(rest.dims):
+        for axis in split.axes:
+            if use.kinds[axis] != "S":
+                entry = entry.with_shard(axis, dim, entry.dims[dim].parts if entry.dims[dim].axes else ())
     return entry
 
 
-def _contiguous(rest: Layout, axis: int, dim: int) -> Layout:
-    return rest.with_kind(axis, "R").with_shard(axis, dim)
-
-
 def _zero_shard(v: Value, rest: Layout, axis: int, mesh: Mesh) -> Layout:
-    """Cut by dp, innermost: the longest dim that stays even, else the longest dim, unevenly; scalars stay whole."""
+    """Cut by one more axis, innermost: the longest dim that stays even, else the longest dim, unevenly; scalars stay
+    whole."""
     if not v.shape:
         return rest
     options = [rest.with_shard(axis, d, rest.dims[d].parts) for d in range(len(v.shape))]

@@ -69,7 +69,9 @@ class Fact:
     strategy: Strategy | None = None  # after complete_layouts
     prologue: bool = False  # after hoist_normalisers: computed once a step on the whole batch
     rest: Layout | None = None  # after complete_layouts, parameters only: how it is held between steps
-    reduce: str = "step"  # parameters only: when its gradient is reduced, once a "step" or per "microbatch"
+    use: Layout | None = None  # likewise: in which layout it is read; the strategy has how the program takes it
+    gather: str = "never"  # likewise: when rest becomes use, "never", once a "step" or at every "use"
+    reduce: str = "step"  # likewise: when its gradient is reduced, once a "step" or per "microbatch"
 
 
 def fact(node: fx.Node) -> Fact:

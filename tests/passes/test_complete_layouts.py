@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 
 from autopar.errors import AutoparError
 from autopar.passes import PREPARE, run
-from autopar.passes.complete_layouts import complete_layouts, complete_prologue, rest_and_entry
+from autopar.passes.complete_layouts import complete_layouts, complete_prologue, rest_as_entry, resting
 from autopar.passes.completion import is_op
 from autopar.passes.facts import Value, annotate, fact, is_tensor
 from autopar.passes.insert_changes import produced_layout
@@ -87,9 +87,9 @@ def test_a_loss_that_is_not_a_sum_over_rows_needs_one_microbatch(tools: Any) -> 
     ],
 )
 def test_how_parameters_rest(shape: tuple[int, ...], used: str, zero: int, rest: str, entry: str) -> None:
-    v = Value(shape, torch.float32, True)
-    found = rest_and_entry(v, Layout.parse(used, len(shape)), FOUR, zero)
-    assert tuple(map(str, found)) == (rest, entry)
+    v, use = Value(shape, torch.float32, True), Layout.parse(used, len(shape))
+    found = resting(v, use, FOUR, [0] if zero else ())
+    assert (str(found), str(rest_as_entry(found, use, FOUR) if zero == 3 else use)) == (rest, entry)
 
 
 def test_a_prologue_has_every_microbatch_as_a_part(tools: Any) -> None:

@@ -1,0 +1,121 @@
+"""What each axis of a finished plan is called: predicates on what its ops do (``docs/design.md`` section 7).
+
+An axis that cuts the batch is data parallelism, ``dp_shard`` where a parameter rests in pieces over it that is used
+whole, else ``dp_replicate``; one that cuts the sequence of an attention is ``cp``; any other is ``tp``. An axis used in
+several ways has all their names, those with the most FLOPs first.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from typing import Literal
+
+from torch import fx
+
+from autopar.passes.complete_layouts import Cut, batch_cuts
+from autopar.passes.completion import is_op, result_slots
+from autopar.passes.divide_work import flops
+from autopar.passes.facts import Strategy, fact, is_tensor, operand_nodes, value
+from autopar.passes.layout import Layout, Mesh
+
+Use = Literal["batch", "sequence", "beside", "work"]  # beside: rows of something else, the weight whole
+DIVIDE = ("factor", "special")  # choices that divide work
+
+
+def displays(gm: fx.GraphModule, mesh: Mesh, batch_inputs: frozenset[str], batch: int) -> tuple[tuple[str, ...], ...]:
+    """The names of each axis, by the strategies of ``gm``; none for the axis in time.
+
+    ``batch_inputs``: the placeholders whose dim 0 is the batch, of ``batch`` rows.
+    """
+    cuts, weights = batch_cuts(gm, batch_inputs, batch), _weights(gm)
+    return tuple(() if a.is_time else _display(gm, axis, cuts, weights) for axis, a in enumerate(mesh.axes))
+
+
+def axis_names(shown: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """A name of its own for every axis: what it is called first, numbered from the second on.
+
+    >>> axis_names([("dp_shard",), ("dp_replicate", "tp"), ("tp",), ()])
+    ('dp', 'dp2', 'tp', 'time')
+    """
+    seen: Counter[str] = Counter()
+    found = []
+    for words in shown:
+        word = words[0].partition("_")[0] if words else "time"
+        seen[word] += 1
+        found.append(word if seen[word] == 1 else f"{word}{seen[word]}")
+    return tuple(found)
+
+
+def sizes_by_name(shown: Sequence[Sequence[str]], sizes: Sequence[int]) -> dict[str, int]:
+    """The mesh by display name: axes with the same first name multiply.
+
+    >>> sizes_by_name([("dp_shard",), ("dp_shard",), ("tp", "cp"), ()], [2, 3, 4, 8])
+    {'dp_shard': 6, 'tp': 4}
+    """
+    found: dict[str, int] = {}
+    for words, size in zip(shown, sizes, strict=True):
+        if words:
+            found[words[0]] = found.get(words[0], 1) * size
+    return found
+
+
+def _display(
+    gm: fx.GraphModule, axis: int, cuts: Mapping[fx.Node, Cut], weights: Collection[fx.Node]
+) -> tuple[str, ...]:
+    """The axis's names, most FLOPs first; where it divides nothing that has any, by the bytes of results."""
+    work: Counter[Use] = Counter()
+    copied: Counter[Use] = Counter()
+    for node in gm.graph.nodes:
+        found = fact(node).strategy if is_op(node) else None
+        if found is None or found.choices[axis].kind not in DIVIDE:
+            continue
+        read = _read(node, found, axis, weights)
+        use = _use(node, found, axis, cuts, read)
+        copied[use] += sum(v.nbytes for v in fact(node).values if v is not None)
+        if flops(node) or "cut" in read:
+            work[use] += int(flops(node))
+    uses = work or copied
+    beside: Use = "sequence" if uses["sequence"] else "work"
+    names = {"batch": "dp_shard" if _rests_in_pieces(gm, axis) else "dp_replicate", "sequence": "cp", "work": "tp"}
+    named: Counter[str] = Counter()
+    for use, count in uses.items():
+        named[names[beside if use == "beside" else use]] += count
+    return tuple(sorted(named, key=lambda name: (-named[name], name))) or ("tp",)
+
+
+def _use(node: fx.Node, found: Strategy, axis: int, cuts: Mapping[fx.Node, Cut], read: set[str]) -> Use:
+    """How an op that the axis divides is divided."""
+    tensors = [*zip(operand_nodes(node), found.operands, strict=True)]
+    tensors += [(n, x) for n, x in zip(result_slots(node), found.results, strict=True) if n is not None and x]
+    if any(_cut(layout, axis) == cuts.get(n, ()) for n, layout in tensors):
+        return "batch"
+    if "attention" in str(node.target) and any(layout.dim_of(axis) == layout.ndim - 2 for _, layout in tensors[:2]):
+        return "sequence"
+    return "beside" if read == {"whole"} else "work"
+
+
+def _weights(gm: fx.GraphModule) -> set[fx.Node]:
+    """Parameters of two dims or more, and what is made of parameters alone (casts, transposes)."""
+    found: set[fx.Node] = set()
+    for node in gm.graph.nodes:
+        made = is_op(node) and node.all_input_nodes and all(n in found for n in node.all_input_nodes)
+        if made or (node.op == "get_attr" and fact(node).rest is not None):
+            found.add(node)
+    return {n for n in found if is_tensor(n) and len(value(n).shape) > 1}
+
+
+def _read(node: fx.Node, found: Strategy, axis: int, weights: Collection[fx.Node]) -> set[str]:
+    """Whether the axis leaves weights that the op reads ``cut``, ``whole``, or both."""
+    pairs = zip(operand_nodes(node), found.operands, strict=True)
+    return {"cut" if layout.kinds[axis] == "S" else "whole" for n, layout in pairs if n in weights}
+
+
+def _cut(layout: Layout, axis: int) -> Cut | None:
+    dim = layout.dim_of(axis)
+    return None if dim is None else (dim, layout.dims[dim].parts)
+
+
+def _rests_in_pieces(gm: fx.GraphModule, axis: int) -> bool:
+    known = [fact(n) for n in gm.graph.nodes if n.op == "get_attr"]
+    return any(k.rest and k.use and k.rest.kinds[axis] == "S" != k.use.kinds[axis] for k in known)

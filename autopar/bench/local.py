@@ -15,24 +15,25 @@ from typing import Any
 
 from autopar.bench.rows import Figure, bench, chosen
 
-WARMUP, STEPS, ROUNDS = 2, 4, 5
+WARMUP, ROUNDS = 1, 5
 TIMEOUT = 600.0  # seconds that a case may take
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model factory, the rows of the global batch, and the ranks."""
+    """A model factory, the ranks, the rows of the global batch, and the steps of a round."""
 
     target: str
     ranks: int
     batch: int
+    steps: int
     options: dict[str, Any] = field(default_factory=dict)
 
 
 CASES = {
-    "gpt2": Case("autopar.models.gpt2:make", 2, 16, {"layers": 4, "width": 256, "sequence": 64}),
-    "llama": Case("autopar.models.llama:make", 2, 16, {"layers": 4, "sequence": 64}),
-    "mlp": Case("autopar.models.mlp:make", 2, 256, {}),
+    "gpt2": Case("autopar.models.gpt2:make", 2, 8, 1, {"size": "gpt2", "layers": 2, "sequence": 64}),
+    "llama": Case("autopar.models.llama:make", 2, 16, 4, {"layers": 4, "sequence": 64}),
+    "mlp": Case("autopar.models.mlp:make", 2, 256, 20),
 }
 
 
@@ -90,11 +91,11 @@ def _compare(rank: int, case: Case) -> dict[str, Figure]:
         for name, step in variants.items():
             dist.barrier()
             started = time.perf_counter()
-            for _ in range(WARMUP if turn == 0 else STEPS):
+            for _ in range(case.steps if turn else WARMUP):
                 step()
             dist.barrier()
             if turn:
-                seconds[name].append((time.perf_counter() - started) / STEPS)
+                seconds[name].append((time.perf_counter() - started) / case.steps)
     tokens = args[0].numel() if not args[0].is_floating_point() else case.batch
     typical = {name: statistics.median(took) for name, took in seconds.items()}
     return {

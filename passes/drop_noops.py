@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import reduce
 from typing import Any
 
 import torch
@@ -34,8 +36,8 @@ READ_STRIDES = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.d
 
 def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     """Take out assertions, copies, casts that change no dtype, dropout that drops nothing, ``x * 1``, ``x / 1``,
-    ``x + 0`` of integers, slices of everything, detaching of constants, and nodes that nobody reads. What casts remain
-    are ``aten.to.dtype``.
+    ``x + 0`` of integers, slices of everything, what ``cat`` is given without elements (an empty cache of keys, say),
+    and nodes that nobody reads. What casts remain are ``aten.to.dtype``.
 
     A copy stays where an op reads the strides of memory (``as_strided``, ``view_as_complex``). In a functional graph
     nothing else can tell a tensor from its copy.
@@ -44,9 +46,12 @@ def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
         ``b = contiguous(a); c = to.dtype(b, float32); d = dropout(c, 0.0, True); return d`` -> ``return a``
     """
     graph = gm.graph
+    kept = trained(gm)
     for node in list(graph.nodes):
         if (node.op == "call_module" and node.target == "_guards_fn") or node.target in ASSERTIONS:
             graph.erase_node(node)
+        elif node.target is aten.cat.default:
+            _join(graph, node, kept)
         elif node.op == "call_function":
             _drop(graph, node)
     drop_dead(graph)
@@ -55,32 +60,52 @@ def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     return gm
 
 
-def _differentiable(gm: fx.GraphModule) -> set[fx.Node]:
-    """Nodes that a gradient may flow through: they depend on a parameter or on an input of real numbers."""
+def trained(gm: fx.GraphModule) -> set[fx.Node]:
+    """Nodes that depend on a parameter."""
     parameters = {name for name, _ in gm.named_parameters(remove_duplicate=False)}
     found = set[fx.Node]()
     for node in gm.graph.nodes:
-        given = node.op == "placeholder" and is_tensor(node) and node.meta["val"].is_floating_point()
-        if given or (node.op == "get_attr" and node.target in parameters) or not found.isdisjoint(node.all_input_nodes):
+        if (node.op == "get_attr" and node.target in parameters) or not found.isdisjoint(node.all_input_nodes):
             found.add(node)
     return found
+
+
+def _join(graph: fx.Graph, node: fx.Node, reached: set[fx.Node]) -> None:
+    """Take operands without elements out of a ``cat``; of one operand it is that operand, or its cast."""
+    kept = joined(node, reached)
+    if len(kept) > 1:
+        node.args = (kept, *node.args[1:])
+    elif kept[0].meta["val"].shape == node.meta["val"].shape:
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(_cast(graph, node, kept[0]))
+        graph.erase_node(node)
+
+
+def joined(node: fx.Node, reached: Collection[fx.Node]) -> list[fx.Node]:
+    """The operands that a ``cat`` needs: those with elements, and `trained` ones, which get a gradient of zeros."""
+    given: Any = node.args[0]
+    kept = [a for a in given if a.meta["val"].numel() or a in reached]
+    if not kept:
+        return list(given)
+    dtype = reduce(torch.promote_types, (a.meta["val"].dtype for a in kept))
+    return kept if len(kept) == 1 or dtype == node.meta["val"].dtype else list(given)
 
 
 def _drop(graph: fx.Graph, node: fx.Node) -> None:
     source = node.args[0] if node.args else None
     if node.target in CASTS and is_tensor(node):
+        assert isinstance(source, fx.Node)
         with graph.inserting_before(node):
-            node.replace_all_uses_with(_cast(graph, node))
+            node.replace_all_uses_with(_cast(graph, node, source))
         graph.erase_node(node)
     elif isinstance(source, fx.Node) and is_noop(node):
         node.replace_all_uses_with(source)
         graph.erase_node(node)
 
 
-def _cast(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    """The operand itself, or its cast."""
-    source, dtype = node.args[0], node.meta["val"].dtype
-    assert isinstance(source, fx.Node)
+def _cast(graph: fx.Graph, node: fx.Node, source: fx.Node) -> fx.Node:
+    """``source`` itself, or its cast to what ``node`` is."""
+    dtype = node.meta["val"].dtype
     if source.meta["val"].dtype == dtype:
         return source
     if node.target is aten.to.dtype and len(node.args) == 2 and not node.kwargs:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from autopar.passes import PREPARE
 from autopar.passes.cross_entropy_keeps_dims import is_flat_loss
-from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop
+from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop, joined, trained
 from autopar.passes.facts import KEY, Fact
 from autopar.passes.functionalize_mutations import is_mutating, is_training_batch_norm
 from autopar.passes.means_to_sums import is_mean
@@ -139,11 +139,14 @@ def _views(node: fx.Node) -> bool:
 
 
 def _does_nothing(gm: fx.GraphModule) -> Iterator[str]:
+    found = trained(gm)
     for node in gm.graph.nodes:
         if node.op in ("call_function", "get_attr") and not node.users:
             yield f"{node.name} has no reader"
         elif node.op == "call_function" and (node.target in ASSERTIONS or is_noop(node)):
             yield f"{node.name} ({node.target}) does nothing"
+        elif node.target is aten.cat.default and len(joined(node, found)) < len(node.args[0]):
+            yield f"{node.name} joins what has no elements"
         elif node.target in CASTS and (node.target is not aten.to.dtype or len(node.args) != 2):
             yield f"{node.name} ({node.target}) is a cast in another form"
 

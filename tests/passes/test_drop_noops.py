@@ -44,3 +44,31 @@ def test_strides_that_are_read_stay(tools: Any) -> None:
     x = torch.randn(2, 3)
     gm = run(tools.export(Complex(), (x,)), ("views_to_reshapes", "drop_noops"))
     assert any(n.target is aten.contiguous.default for n in gm.graph.nodes)
+
+
+class Cached(nn.Module):
+    """What an empty cache of keys leaves: pieces without elements before, between and after others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4))
+        self.nothing = nn.Parameter(torch.empty(0, 4))
+        self.register_buffer("past", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Any:
+        y = x @ self.weight
+        keys = torch.cat([self.past, y], -2) * 2
+        half = torch.cat([self.past, y.to(torch.bfloat16)], 0).square()
+        both = torch.cat([y, y[:, :0], y], 1).cos()
+        wide = torch.cat([self.past, y.half(), y.half()], 0).sin()
+        own = torch.cat([y, self.nothing], 0).tanh()
+        return keys.sum() + half.sum() + both.sum() + wide.sum() + own.sum(), torch.cat([self.past, self.past])
+
+
+def test_pieces_without_elements_are_not_joined(tools: Any) -> None:
+    x = torch.randn(3, 4)
+    gm = run(tools.export(Cached(), (x,)), ("functionalize_mutations", "views_to_reshapes"))
+    after = tools.golden(drop_noops, "drop_noops_in_cat", gm)
+    check(after, "drop_noops")
+    tools.same_numbers(gm, after, (x,))
+    assert tools.numbers(after, (x,))[1]["nothing"].shape == (0, 4)

@@ -64,11 +64,12 @@ def difference(value: float, other: float) -> str:
 def several(n: int, what: str) -> str:
     """``1 node``, ``2 nodes``.
 
-    >>> several(1, "node"), several(2, "microbatch"), several(1024, "rank")
-    ('1 node', '2 microbatches', '1,024 ranks')
+    >>> several(1, "node"), several(2, "microbatch"), several(1024, "rank"), several(3, "axis")
+    ('1 node', '2 microbatches', '1,024 ranks', '3 axes')
     """
-    ending = "" if n == 1 else "es" if what.endswith("ch") else "s"
-    return f"{n:,} {what}{ending}"
+    if n != 1:
+        what = f"{what[:-2]}es" if what.endswith("is") else f"{what}{'es' if what.endswith(('ch', 'ss')) else 's'}"
+    return f"{n:,} {what}"
 
 
 def _three(value: float) -> str:

@@ -1,0 +1,188 @@
+"""``autopar plan`` and ``autopar explain``: make a plan, say what it does, and price others beside it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.cli_flags import DONE, FORM, NO, cluster_flags, cluster_of, common_flags
+from autopar.errors import AutoparError, NothingFits
+from autopar.pins import Pins, resolve
+
+if TYPE_CHECKING:
+    from autopar.cluster import Cluster
+    from autopar.compile import Parallel
+    from autopar.explain.why_not import Other
+    from autopar.loading import LoadedModel
+    from autopar.plan import Plan
+
+PROBLEM = ".npz"
+PIN = re.compile(r"[\s,]+(?=[\w.]+=)")  # between pins of one word; a comma inside a value stays
+
+
+def add(commands: Any) -> None:
+    """Add both commands to a parser."""
+    plan = commands.add_parser("plan", help="make a plan and write it as JSON", allow_abbrev=False)
+    plan.add_argument("model", metavar="MODEL", help=FORM)
+    plan.add_argument("--out", metavar="FILE", help="write plan.json here (without --json)")
+    plan.add_argument("--problem", metavar="FILE", help=f"save what the solver was given ({PROBLEM}), for `check`")
+    cluster_flags(plan)
+    common_flags(plan)
+    plan.set_defaults(run=_plan)
+
+    explain = commands.add_parser("explain", help="say what a plan does", allow_abbrev=False)
+    explain.add_argument("model", metavar="MODEL|PLAN", help="a MODEL as for plan, or a plan.json")
+    explain.add_argument(
+        "--why-not", action="append", default=[], metavar="PINS", help="price another plan beside it: 'tp=8 zero=3'"
+    )
+    cluster_flags(explain)
+    common_flags(explain)
+    explain.set_defaults(run=_explain)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model on a cluster, as the flags say, loaded once."""
+
+    loaded: LoadedModel
+    cluster: Cluster
+    pins: Pins
+    batch: int | None
+
+    @staticmethod
+    def of(options: argparse.Namespace) -> Asked:
+        """Everything that can be refused without the model is refused before it is loaded."""
+        from autopar.loading import ModelSpec
+
+        spec = ModelSpec.parse(options.model, options.set, options.loss)
+        pins, cluster = Pins.parse(options.pin), cluster_of(options)
+        _refuse(pins, cluster, options.global_batch)
+        return Asked(spec.load(), cluster, pins, options.global_batch)
+
+    def compile(self, pins: Pins) -> Parallel:
+        """The model planned with these pins."""
+        from autopar import compile
+
+        return compile(
+            self.loaded.model,
+            self.cluster,
+            args=self.loaded.args,
+            kwargs=self.loaded.kwargs,
+            loss=self.loaded.loss,
+            pins=pins,
+            global_batch=self.batch,
+        )
+
+
+def _refuse(pins: Pins, cluster: Cluster, batch: int | None) -> None:
+    """Pins that do not fit the cluster; rows only where dp or tp say how ranks share them."""
+    if batch is not None and batch < 1:
+        raise AutoparError(f"batch: {batch} is not a number of rows. Legal: 1 or more.")
+    pinned = pins.dp is not None or pins.tp is not None
+    resolve(pins, cluster.ranks, batch if pinned else None)
+
+
+def _plan(options: argparse.Namespace) -> tuple[str, int]:
+    for flag in ("out", "problem"):
+        _refuse_folder(flag, getattr(options, flag))
+    asked = Asked.of(options)
+    parallel = asked.compile(asked.pins)
+    plan = parallel.detailed_plan()
+    if options.problem:
+        _save_problem(parallel, options.problem)
+    if options.json:
+        return json.dumps(plan.to_json(), sort_keys=True), DONE
+    if options.out:
+        plan.save(options.out)
+        return f"{plan.one_line()}: written to {options.out}", DONE
+    return plan.dumps().rstrip("\n"), DONE
+
+
+def _refuse_folder(flag: str, path: str | None) -> None:
+    """Minutes of planning must not end at a folder that is not there."""
+    if path is None:
+        return
+    if flag == "problem" and Path(path).suffix != PROBLEM:
+        raise AutoparError(f"--problem {path}: must end in {PROBLEM}.")
+    if Path(path).is_dir() or not Path(path).parent.is_dir():
+        what = "is a folder" if Path(path).is_dir() else f"there is no folder {Path(path).parent}"
+        raise AutoparError(f"--{flag} {path}: {what}. Name a file.")
+
+
+def _explain(options: argparse.Namespace) -> tuple[str, int]:
+    from autopar.explain import explain
+    from autopar.explain.why_not import as_json, why_not
+
+    if options.model.endswith(".json"):
+        plan, error, others = _finished(options), None, []
+    else:
+        wanted = [Pins.parse(_pins(text)) for text in options.why_not]
+        asked = Asked.of(options)
+        plan, error = _chosen(asked)
+        others = [_other(asked, pins) for pins in wanted]
+    page = explain(plan, (why_not(plan, others),))
+    fits = False if error is not None else page.fits
+    code = NO if fits is False else DONE
+    if error is not None:
+        print(f"autopar: {error}", file=sys.stderr)
+    if options.json:
+        more: dict[str, Any] = {"why_not": [as_json(plan, other) for other in others]} if others else {}
+        more |= {"error": str(error)} if error is not None else {}
+        return json.dumps({**page.to_json(), "fits": fits, **more}), code
+    return page.text(shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160), code
+
+
+def _finished(options: argparse.Namespace) -> Plan:
+    from autopar.plan import Plan
+
+    if options.why_not:
+        raise AutoparError(f"--why-not: {options.model} is a finished plan, other plans need the MODEL. Name it.")
+    for flag in ("pin", "set", "loss", "cluster", "nodes", "ranks", "global_batch"):
+        if getattr(options, flag) not in (None, []):
+            name = flag.replace("_", "-")
+            raise AutoparError(f"--{name}: {options.model} is a finished plan. Leave it out, or name a MODEL.")
+    return Plan.load(options.model)
+
+
+def _chosen(asked: Asked) -> tuple[Plan, NothingFits | None]:
+    """The plan; where nothing fits the one that comes closest, and the error."""
+    try:
+        return asked.compile(asked.pins).detailed_plan(), None
+    except NothingFits as error:
+        if error.plan is None:
+            raise
+        return error.plan, error
+
+
+def _pins(text: str) -> list[str]:
+    """``tp=8 zero=3``, ``tp=8,zero=3`` as the words of pins."""
+    words = [word for word in PIN.split(text.strip(" ,")) if word]
+    if not words:
+        raise AutoparError("--why-not: names no pin. Example: --why-not tp=8.")
+    return words
+
+
+def _other(asked: Asked, pins: Pins) -> Other:
+    """The plan with these pins before those of the command line, or why there is none."""
+    from autopar.explain.why_not import Other
+
+    try:
+        both: Mapping[str, str] = {**asked.pins.given(), **pins.given()}
+        parsed = Pins.parse(both)
+        _refuse(parsed, asked.cluster, asked.batch)
+        return Other(pins.text(), asked.compile(parsed).plan)
+    except NothingFits as error:
+        return Other(pins.text(), error.plan, str(error), fits=False)
+    except AutoparError as error:
+        return Other(pins.text(), None, str(error))
+
+
+def _save_problem(parallel: Parallel, path: str) -> None:
+    raise AutoparError(f"--problem {path}: the plan was pinned, not solved: there is no problem. Leave out the pins.")

@@ -49,10 +49,13 @@ class Units:
 
 
 def cut_units(
-    gm: fx.GraphModule, parameters: frozenset[str], mark: Callable[[fx.Node], Hashable] = lambda node: None
+    gm: fx.GraphModule,
+    parameters: frozenset[str],
+    mark_op: Callable[[fx.Node], Hashable] = lambda op: None,
+    mark_tensor: Callable[[fx.Node], Hashable] = lambda tensor: None,
 ) -> Units:
-    """Cut the core of an annotated graph. ``parameters``: the get_attr targets that are parameters; ``mark``: what else
-    two ops (or shared tensors) must have in common."""
+    """Cut the core of an annotated graph. ``parameters``: the get_attr targets that are parameters; ``mark_op`` and
+    ``mark_tensor``: what else two ops, two tensors must have in common."""
     ops = core_ops(gm, parameters)
     if not ops:
         return Units((), (), ())
@@ -66,7 +69,7 @@ def cut_units(
     kinds: dict[Hashable, int] = {}
     units, shared, first = list[Unit](), dict[fx.Node, None](), list[int]()
     for i, piece in enumerate(pieces):
-        key, borders = _key(piece, touched, parameters, lambda n: (mark(n), marks.get(n)))
+        key, borders = _key(piece, touched, parameters, mark_op, lambda t: (mark_tensor(t), marks.get(t)))
         kind = kinds.setdefault(key, len(kinds))
         if kind == len(first):
             first.append(i)
@@ -206,6 +209,7 @@ def _key(
     ops: Sequence[fx.Node],
     touched: Mapping[fx.Node, set[int]],
     parameters: frozenset[str],
+    mark_op: Callable[[fx.Node], Hashable],
     mark: Callable[[fx.Node], Hashable],
 ) -> tuple[Hashable, tuple[fx.Node, ...]]:
     """What makes a unit equal to another, and its borders."""
@@ -234,7 +238,7 @@ def _key(
         args = tuple(_words(a, word) for a in op.args)
         kwargs = tuple((k, _words(a, word)) for k, a in sorted(op.kwargs.items()) if k != "device")
         made = tuple((_index(t), mark(t), *outside(t)) for t in results_of(op))
-        lines.append((str(op.target), args, kwargs, tuple(fact(op).values), mark(op), made))
+        lines.append((str(op.target), args, kwargs, tuple(fact(op).values), mark_op(op), made))
     return tuple(lines), tuple(borders)
 
 

@@ -1,0 +1,140 @@
+"""What one op may do on a mesh: all its legal strategies, with what each costs on one rank."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from autopar.cluster import Chip
+from autopar.passes.completion import produced_parts
+from autopar.passes.facts import Choice, Strategy, fact, operand_nodes, value
+from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.moves import settle
+from autopar.passes.price import prices
+from autopar.passes.strategy import choices, rule, strategy
+from autopar.solver.cost import roofline
+from autopar.solver.problem import COMPUTE, RESOURCES, SAVED, TRANSIENT, Array, Index
+
+Parts = tuple[tuple[str, tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Column:
+    """The different layouts of one operand or result over an op's states, and which each state has."""
+
+    layouts: tuple[Layout, ...]
+    of: Index
+
+
+@dataclass(frozen=True, eq=False)
+class OpStates:
+    """``operands``: a column for each slot (None: not of the core); ``results``: for each result that is a tensor.
+    ``costs``: [states, resources], seconds of all microbatches. ``generated``: strategies before equal ones went."""
+
+    strategies: tuple[Strategy, ...]
+    operands: tuple[Column | None, ...]
+    results: tuple[Column | None, ...]
+    costs: Array
+    generated: int
+
+
+class Menu:
+    """The strategies of ops. Keeps what does not depend on the other axes of a mesh."""
+
+    def __init__(self) -> None:
+        self._alone: dict[tuple[fx.Node, int, Parts], list[Choice]] = {}
+
+    def strategies(
+        self, op: fx.Node, mesh: Mesh, time: Choice | None, proposals: Sequence[tuple[str, tuple[int, ...]]]
+    ) -> list[Strategy]:
+        """All legal combinations of a choice on each axis of ranks; ``time``: the choice on the time axis."""
+        order = tuple(range(len(mesh.axes)))
+        per_axis = [self._choices(op, mesh.axes[a].size, tuple(proposals)) for a in mesh.space]
+        last = [] if time is None else [time]
+        found = (strategy(op, mesh, [*chosen, *last], order) for chosen in itertools.product(*per_axis))
+        return [s for s in found if s is not None]
+
+    def _choices(self, op: fx.Node, size: int, proposals: Parts) -> list[Choice]:
+        key = (op, size, proposals)
+        if key not in self._alone:
+            self._alone[key] = choices(op, Mesh((Axis("alone", size),)), 0, proposals)
+        return self._alone[key]
+
+
+def op_states(
+    op: fx.Node, strategies: Sequence[Strategy], core: tuple[int, ...], mesh: Mesh, chip: Chip, microbatches: int
+) -> OpStates:
+    """The states of an op: strategies that agree on the core's layouts and are no better in anything are left out."""
+    priced = prices(op, strategies, mesh)
+    rate, moved = chip.matmul_rate(priced.dtype), chip.memory_rate
+    costs = np.zeros((len(strategies), len(RESOURCES)))
+    costs[:, COMPUTE] = microbatches * (
+        roofline(priced.flops_forward, priced.moved_forward, rate, moved)
+        + roofline(priced.flops_backward, priced.moved_backward, rate, moved)
+    )
+    costs[:, SAVED] = priced.saved_new
+    costs[:, TRANSIENT] = priced.transient
+    nodes = operand_nodes(op)
+    ins = [_settled([s.operands[i] for s in strategies], value(nodes[i]), mesh) for i in core]
+    outs = [
+        _settled([s.results[r] for s in strategies], v, mesh) if v is not None else None
+        for r, v in enumerate(fact(op).values)
+    ]
+    keep = _best(np.stack([c.of for c in (*ins, *outs) if c is not None], axis=1), costs)
+    columns: list[Column | None] = [None] * len(nodes)
+    for i, column in zip(core, ins, strict=True):
+        columns[i] = _taken(column, keep)
+    return OpStates(
+        tuple(strategies[k] for k in keep),
+        tuple(columns),
+        tuple(None if c is None else _taken(c, keep) for c in outs),
+        costs[keep],
+        len(strategies),
+    )
+
+
+def arriving_parts(op: fx.Node, slot: int, layouts: Sequence[Layout], mesh: Mesh) -> Parts:
+    """Proposals: an operand that arrives cut in parts may be read so."""
+    found = rule(op)
+    if found is None:
+        return ()
+    made = (p for layout in layouts for a in mesh.space for p in produced_parts(found, slot, layout, a))
+    return tuple(dict.fromkeys(made))
+
+
+def _settled(layouts: Sequence[Layout | None], v: object, mesh: Mesh) -> Column:
+    from autopar.passes.facts import Value
+
+    assert isinstance(v, Value)
+    index: dict[Layout, int] = {}
+    of = np.empty(len(layouts), np.int64)
+    for k, layout in enumerate(layouts):
+        assert layout is not None
+        settled = settle(layout, v, mesh)
+        of[k] = index.setdefault(settled, len(index))
+    return Column(tuple(index), of)
+
+
+def _taken(column: Column, keep: Index) -> Column:
+    used, of = np.unique(column.of[keep], return_inverse=True)
+    return Column(tuple(column.layouts[i] for i in used), of.astype(np.int64))
+
+
+def _best(keys: Index, costs: Array) -> Index:
+    """Of states with equal keys those that no other one beats or equals in everything; in order."""
+    _, groups = np.unique(keys, axis=0, return_inverse=True)
+    groups = groups.reshape(-1)
+    keep = []
+    for k in range(len(groups)):
+        rivals = np.flatnonzero(groups == groups[k])
+        if len(rivals) > 1:
+            no_worse = (costs[rivals] <= costs[k]).all(1)
+            equal = (costs[rivals] == costs[k]).all(1)
+            if (no_worse & (~equal | (rivals < k))).any():
+                continue
+        keep.append(k)
+    return np.array(keep, np.int64)

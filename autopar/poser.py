@@ -1,0 +1,149 @@
+"""What a capture gives once for all meshes: its graph prepared, its units and their wiring, what is forced over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from autopar.build import Prepared
+from autopar.capture import Capture
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.op_states import Menu
+from autopar.passes import run
+from autopar.passes.completion import is_op
+from autopar.passes.divide_work import propose_parts
+from autopar.passes.facts import value
+from autopar.passes.follow_time import TimeChoices, follow_time
+from autopar.passes.keepers import keepers
+from autopar.passes.split_prologue import copy_graph, split_prologue
+from autopar.passes.units import Units, core_ops, cut_units
+from autopar.pose import Posed, mesh_of, pose
+from autopar.wiring import Known, Wiring, weights_of, wire
+
+
+@dataclass(eq=False)
+class Body:
+    """The graph that runs per microbatch, with all that does not depend on the mesh."""
+
+    prepared: Prepared
+    units: Units
+    wirings: tuple[Wiring, ...]
+    proposals: Mapping[fx.Node, Sequence[tuple[str, tuple[int, ...]]]]
+    core: frozenset[fx.Node]
+    outputs: Mapping[fx.Node, str]
+
+    @staticmethod
+    def of(prepared: Prepared) -> Body:
+        gm, captured = prepared.body, prepared.captured
+        parameters = frozenset(captured.parameters)
+        ops = core_ops(gm, parameters)
+        held = keepers(ops)
+
+        def mark(tensor: fx.Node) -> tuple[object, ...]:
+            return min(held.count.get(tensor, 0), 2), tensor in held.own, tensor in held.views
+
+        units = cut_units(gm, parameters, held.slots.get, mark)
+        outputs, core = outputs_of(gm), frozenset(ops)
+        known = Known(parameters, held, outputs, weights_of(gm, parameters), core)
+        wirings = tuple(wire(units.units[first], known) for first in units.first)
+        return Body(prepared, units, wirings, propose_parts(gm), core, outputs)
+
+    def regular(self, times: TimeChoices) -> bool:
+        """Whether equal units do the same over time."""
+        done = [
+            (unit.kind, [times.ops[op] for op in unit.ops], [times.layouts[b] for b in unit.borders])
+            for unit in self.units.units
+        ]
+        return all(same == done[self.units.first[same[0]]] for same in done)
+
+
+@dataclass(eq=False)
+class Poser:
+    """Poses the problem of a capture on any mesh, with any number of equal microbatches.
+
+    ``prepared``: the capture prepared for one microbatch; ``zero``: the only stage of ZeRO that is allowed.
+    """
+
+    prepared: Prepared
+    cluster: Cluster
+    zero: int | None = None
+
+    def __post_init__(self) -> None:
+        self.menu = Menu()
+        self._times: dict[int, TimeChoices | str] = {}
+
+    @property
+    def captured(self) -> Capture:
+        return self.prepared.captured
+
+    @cached_property
+    def _whole(self) -> Body:
+        return Body.of(self.prepared)
+
+    @cached_property
+    def _split(self) -> Body:
+        gm = run(copy_graph(self._whole.prepared.body), ("hoist_normalisers",))
+        prologue, body, hoisted = split_prologue(gm)
+        return Body.of(Prepared(body, prologue, hoisted, self.captured))
+
+    def body(self, microbatches: int) -> Body:
+        """The graph of a step of one microbatch, or of several."""
+        return self._whole if microbatches == 1 else self._split
+
+    def rows(self, microbatches: int) -> tuple[int, ...]:
+        """Rows of each microbatch."""
+        return (self.captured.batch // microbatches,) * microbatches
+
+    def times(self, microbatches: int) -> TimeChoices | str:
+        """What every op does over time, or why there cannot be so many microbatches."""
+        if microbatches not in self._times:
+            self._times[microbatches] = self._follow(microbatches)
+        return self._times[microbatches]
+
+    def _follow(self, microbatches: int) -> TimeChoices | str:
+        if microbatches == 1:
+            return TimeChoices({}, {})
+        if self.captured.batch % microbatches:
+            return f"{microbatches} microbatches do not divide the batch of {self.captured.batch} rows"
+        batched = frozenset(i.name for i in self.captured.inputs if i.batch)
+        body = self.body(microbatches)
+        try:
+            found = follow_time(body.prepared.body, batched, self.rows(microbatches))
+        except AutoparError as error:
+            return str(error)
+        return found if body.regular(found) else "equal layers would treat their microbatches differently"
+
+    def pose(self, axes: Sequence[tuple[int, int]], microbatches: int) -> Posed:
+        """The problem on a mesh of axes (size, stride), outermost first. `times` must be legal."""
+        times, body = self.times(microbatches), self.body(microbatches)
+        assert isinstance(times, TimeChoices), times
+        mesh = mesh_of(self.cluster, axes, self.rows(microbatches))
+        name = " x ".join(f"{size}@{stride}" for size, stride in axes) or "1 rank"
+        return pose(
+            f"{name}, microbatches={microbatches}",
+            mesh,
+            body.units,
+            body.wirings,
+            times.ops,
+            body.proposals,
+            self.cluster,
+            zero=self.zero,
+            menu=self.menu,
+        )
+
+
+def outputs_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
+    """The tensors that must be returned in a layout of their own: the loss, buffers."""
+    (result,) = next(n for n in gm.graph.nodes if n.op == "output").args
+    assert isinstance(result, dict)
+    found = {n: "loss" for n in result["outputs"][:1] if value(n).shape == ()}
+    return {**found, **dict.fromkeys(result["buffers"].values(), "buffer")}
+
+
+def side_ops(body: Body) -> list[fx.Node]:
+    """The ops that belong to no unit."""
+    return [n for n in body.prepared.body.graph.nodes if is_op(n) and n not in body.core]

@@ -1,0 +1,145 @@
+"""The wiring of a class of units: which ops read and make which tensors, and which of these are variables.
+
+It depends on the graph alone, so it is found once for all meshes and microbatch counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import fx
+
+from autopar.passes.completion import result_slots
+from autopar.passes.facts import Value, operand_nodes, value
+from autopar.passes.insert_changes import is_getitem
+from autopar.passes.keepers import Keepers
+from autopar.passes.units import Unit, is_parameter, producer_of
+
+
+@dataclass(frozen=True)
+class Reader:
+    """One operand slot of an op of the unit. ``keeps``: autograd keeps what it reads."""
+
+    op: int
+    slot: int
+    keeps: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Tensor:
+    """A tensor of the core, or a parameter, as one unit sees it.
+
+    ``made``: (op, result) where the unit makes it. ``border``: its number among the unit's borders. ``hub``: it is a
+    variable. ``kept``: slots of the whole graph that keep it; ``own``: the op that makes it keeps it; ``view``: it
+    shares its operand's storage. ``output``: ``loss`` or ``buffer`` where the program returns it so. ``weight``: it depends on parameters
+    alone, so that its changes run beside the compute."""
+
+    node: fx.Node
+    value: Value
+    made: tuple[int, int] | None
+    readers: tuple[Reader, ...]
+    border: int | None
+    hub: bool
+    parameter: bool
+    kept: int
+    own: bool
+    view: bool
+    output: str | None
+    weight: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Wiring:
+    """A class: the ops and tensors of its first unit. ``core``: per op, the operand slots that the core fills.
+
+    Variables of the class are the ops, then the tensors that are hubs of its own, then its own parameters."""
+
+    name: str
+    ops: tuple[fx.Node, ...]
+    core: tuple[tuple[int, ...], ...]
+    tensors: tuple[Tensor, ...]
+    borders: tuple[fx.Node, ...]
+
+    def own(self, *, parameters: bool) -> list[Tensor]:
+        """The hubs (or parameters) that no other unit touches, in the order of their variables."""
+        return [t for t in self.tensors if t.hub and t.border is None and t.parameter == parameters]
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What `wire` needs of the whole graph."""
+
+    parameters: frozenset[str]
+    keepers: Keepers
+    outputs: Mapping[fx.Node, str]
+    weights: frozenset[fx.Node]
+    core: frozenset[fx.Node]  # ops
+
+
+def wire(unit: Unit, known: Known) -> Wiring:
+    """The wiring of a unit."""
+    place = {op: i for i, op in enumerate(unit.ops)}
+    border = {t: i for i, t in enumerate(unit.borders)}
+    readers: dict[fx.Node, list[Reader]] = {}
+    made: dict[fx.Node, tuple[int, int]] = {}
+    core = []
+    for i, op in enumerate(unit.ops):
+        slots = []
+        for slot, operand in enumerate(operand_nodes(op)):
+            if producer_of(operand) in known.core or is_parameter(operand, known.parameters):
+                readers.setdefault(operand, []).append(Reader(i, slot, slot in known.keepers.slots[op]))
+                slots.append(slot)
+        core.append(tuple(slots))
+        for r, tensor in enumerate(result_slots(op)):
+            if tensor is not None:
+                made[tensor] = (i, r)
+                readers.setdefault(tensor, [])
+    tensors = tuple(
+        _tensor(node, made.get(node), tuple(read), border.get(node), known) for node, read in readers.items()
+    )
+    assert all(t.made is not None or t.parameter or t.border is not None for t in tensors), place
+    return Wiring(_name(unit), unit.ops, tuple(core), tensors, unit.borders)
+
+
+def _tensor(
+    node: fx.Node, made: tuple[int, int] | None, readers: tuple[Reader, ...], border: int | None, known: Known
+) -> Tensor:
+    parameter, output = is_parameter(node, known.parameters), known.outputs.get(node)
+    return Tensor(
+        node,
+        value(node),
+        made,
+        readers,
+        border,
+        hub=parameter or border is not None or len(readers) + (output is not None) > 1,
+        parameter=parameter,
+        kept=known.keepers.count.get(node, 0),
+        own=node in known.keepers.own,
+        view=node in known.keepers.views or parameter,
+        output=output,
+        weight=node in known.weights,
+    )
+
+
+def _name(unit: Unit) -> str:
+    from autopar.passes.facts import fact
+
+    names = [fact(op).fqn for op in unit.ops if fact(op).fqn]
+    first, last = (names[0], names[-1]) if names else (unit.ops[0].name, unit.ops[-1].name)
+    return first if first == last else f"{first} .. {last}"
+
+
+def weights_of(gm: fx.GraphModule, parameters: frozenset[str]) -> frozenset[fx.Node]:
+    """The tensors that depend on parameters and on no input."""
+    found, constant = set[fx.Node](), set[fx.Node]()
+    for node in gm.graph.nodes:
+        if node.op == "get_attr":
+            (found if str(node.target) in parameters else constant).add(node)
+        elif node.op == "call_function":
+            if any(n in found for n in node.all_input_nodes):
+                if all(n in found or n in constant for n in node.all_input_nodes):
+                    found.add(node)
+            elif all(n in constant for n in node.all_input_nodes):
+                constant.add(node)
+    return frozenset(n for n in found if not is_getitem(n) or n.args[0] in found)

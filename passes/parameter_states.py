@@ -1,0 +1,92 @@
+"""What may be done with a parameter: how it rests, when it is gathered, when its gradient is reduced.
+
+For each layout in which it is used: on every axis of ranks where that is whole, it may rest whole or in pieces. In
+pieces over no such axis it is never gathered; else once a step (ZeRO-1; with the gradient reduced per microbatch
+ZeRO-2), or at every use (ZeRO-3).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autopar.passes.changes import path, price
+from autopar.passes.complete_layouts import needs_change, rest_as_entry, resting
+from autopar.passes.facts import Value
+from autopar.passes.layout import Layout, Mesh
+
+STAGES = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch")}
+"""ZeRO stage -> when a parameter in pieces is gathered, and when its gradient is reduced."""
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """``entry``: as what the program takes it. Seconds: ``enter`` once a step, ``gather`` each time that rest (or entry)
+    becomes ``use``, ``reduce`` each time that the gradient goes the way back."""
+
+    rest: Layout
+    use: Layout
+    entry: Layout
+    gather: str
+    reduce: str
+    enter_s: float
+    gather_s: float
+    reduce_s: float
+
+    def __str__(self) -> str:
+        return f"{self.rest} -> {self.use}, gather {self.gather}, reduce {self.reduce}"
+
+    def seconds(self, microbatches: int) -> float:
+        """Of communication a step: a gather at every use happens in forward and again in backward."""
+        gathers = {"never": 1, "step": 1, "use": 2 * microbatches}[self.gather]
+        reduces = microbatches if self.reduce == "microbatch" else 1
+        return self.enter_s + gathers * self.gather_s + reduces * self.reduce_s
+
+
+@lru_cache(maxsize=1 << 12)
+def parameter_states(v: Value, uses: Sequence[Layout], mesh: Mesh, zero: int | None = None) -> list[ParameterState]:
+    """All states of a parameter that is used in one of ``uses`` (a tuple). ``zero``: only that stage."""
+    found = []
+    for use in uses:
+        open_axes = [a for a in mesh.space if use.kinds[a] in "RI" and mesh.axes[a].size > 1]
+        sharded = {}
+        for n in range(1, len(open_axes) + 1):
+            for over in itertools.combinations(open_axes, n):
+                rest = resting(v, use, mesh, over)
+                if any(rest.kinds[a] == "S" for a in over):
+                    sharded[rest] = None
+        if not sharded or not zero:
+            found.append(_plain(v, resting(v, use, mesh, ()), use, mesh))
+        for rest in sharded:
+            for stage, (gather, reduce) in STAGES.items():
+                if zero is None or stage == zero:
+                    found.append(_sharded(v, rest, use, gather, reduce if v.grad else "never", mesh))
+    return list(dict.fromkeys(found))
+
+
+def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh) -> ParameterState:
+    gather, reduce = _way(v, rest, use, mesh)
+    moves = needs_change(rest, use)
+    reduces = v.grad and (moves or any(use.kinds[a] == "R" and mesh.axes[a].size > 1 for a in mesh.space))
+    return ParameterState(
+        rest, use, use, "step" if moves else "never", "step" if reduces else "never", 0.0, gather, reduce
+    )
+
+
+def _sharded(v: Value, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh) -> ParameterState:
+    if gather == "step":
+        return ParameterState(rest, use, use, gather, reduce, 0.0, *_way(v, rest, use, mesh))
+    entry = rest_as_entry(rest, use, mesh)
+    enter = sum(_way(v, rest, entry, mesh)) if needs_change(rest, entry) else 0.0
+    return ParameterState(rest, use, entry, gather, reduce, enter, *_way(v, entry, use, mesh))
+
+
+@lru_cache(maxsize=1 << 16)
+def _way(v: Value, source: Layout, target: Layout, mesh: Mesh) -> tuple[float, float]:
+    """Seconds of the values' way from source to target, and of the gradients' way back."""
+    steps = path(source, target, v, mesh)
+    assert steps is not None, f"no way from {source} to {target}"
+    forward = sum(price(s, replace(v, grad=False), mesh) for s in steps)
+    return forward, sum(price(s, v, mesh) for s in steps) - forward

@@ -108,15 +108,15 @@ class _Op:
         ]
 
     def prices(self) -> Prices:
-        new = [(n, n.nbytes * s) for n, s in zip(self.kept.new, self._new_shares(), strict=True)]
+        new, flowing = self._new()
         forward, backward = self._flops()
         return Prices(
             flops_forward=forward,
             flops_backward=backward,
             moved_forward=self._moved_forward(),
-            moved_backward=self._moved_backward(self._sum([b for _, b in new])),
-            saved_new=self._sum([b for _, b in new]),
-            transient=self._transient(self._sum([b for n, b in new if n.flows])),
+            moved_backward=self._moved_backward(new),
+            saved_new=new,
+            transient=self._transient(flowing),
             dtype=self._dtype(),
         )
 
@@ -169,7 +169,7 @@ class _Op:
     def _moved_forward(self) -> Array:
         if alias(self.node):
             return self.zero
-        written = self._sum([w for w, a in zip(self.written, self.kept.aliases or [None], strict=False) if a is None])
+        written = self._sum([w for w, a in zip(self.written, self.kept.aliases, strict=True) if a is None])
         read = dict(zip(operand_nodes(self.node), self.read, strict=True))
         if getattr(self.node.target, "__name__", "").split(".")[0] in LOOKUPS:
             table = max(read, key=lambda o: value(o).nbytes, default=None)
@@ -205,54 +205,82 @@ class _Op:
         forward = self.zero if alias(self.node) else self._sum(loose)
         return np.maximum(forward, results + operands + new)
 
-    def _new_shares(self) -> list[Array]:
-        """Per tensor kept besides operands and results, the part of it that a rank has."""
+    def _new(self) -> tuple[Array, Array]:
+        """Bytes kept besides operands and results, and of these the ones that a gradient flows through."""
+        total, flowing = np.zeros(len(self.strategies)), np.zeros(len(self.strategies))
         if not self.kept.new:
-            return []
-        out = [np.ones(len(self.strategies)) for _ in self.kept.new]
-        for axis, share in enumerate(_shares(self.mesh)):
-            cuts: dict[Choice, tuple[bool, ...]] = {}
-            for k, s in enumerate(self.strategies):
-                choice = s.choices[axis]
-                if choice.kind not in ("factor", "special"):
-                    continue
-                if choice not in cuts:
-                    cuts[choice] = _cuts(self.node, choice, self.mesh, axis, len(out))
-                for array, cut in zip(out, cuts[choice], strict=True):
-                    if cut:
-                        array[k] *= share
-        return out
+            return total, flowing
+        known: dict[tuple[Choice, ...], tuple[float, float]] = {}
+        for k, s in enumerate(self.strategies):
+            if s.choices not in known:
+                kept = self._new_of(s)
+                known[s.choices] = sum(b for b, _ in kept), sum(b for b, flows in kept if flows)
+            total[k], flowing[k] = known[s.choices]
+        return total, flowing
+
+    def _new_of(self, s: Strategy) -> list[tuple[float, bool]]:
+        """(bytes, flows) of each: an axis cuts those that its choice alone cuts. A choice with which the op keeps other
+        tensors (attention that is no longer fused) is where counting starts."""
+        cutting = [(a, c) for a, c in enumerate(s.choices) if c.kind in ("factor", "special")]
+        base = [(a, c) for a, c in cutting if _cuts(self.node, self.mesh, [], a, c) is None]
+        start = _alone(self.node, self.mesh, base)
+        if start is None:
+            start, base = self.kept, []
+        sizes = [float(n.nbytes) for n in start.new]
+        for axis, choice in cutting:
+            if (axis, choice) not in base:
+                cuts = _cuts(self.node, self.mesh, base, axis, choice)
+                if cuts is None:  # not to be seen: as the result
+                    cuts = (any(v is not None and v.kinds[axis] == "S" for v in s.results),) * len(sizes)
+                share = _shares(self.mesh)[axis]
+                sizes = [n * share if cut else n for n, cut in zip(sizes, cuts, strict=True)]
+        return [(b, n.flows) for b, n in zip(sizes, start.new, strict=True)]
 
 
-_CUTS: dict[tuple[Call, str, str], tuple[bool, ...]] = {}
+_CUTS: dict[tuple[Call, tuple[Choice, ...], Choice], tuple[bool, ...] | None] = {}
 
 
-def _cuts(node: fx.Node, choice: Choice, mesh: Mesh, axis: int, count: int) -> tuple[bool, ...]:
-    """Whether each tensor that the op keeps besides operands and results shrinks where ``choice`` cuts: the op runs on
-    the pieces. Where it cannot, they shrink as the result does."""
-    key = (call_of(node), choice.kind, choice.name)
-    if key in _CUTS:
-        return _CUTS[key]
-    alone = Mesh((mesh.axes[axis],))
-    found = strategy(node, alone, [choice], (0,))
-    if found is None:
-        return (True,) * count
-    whole, largest = saves(node), _largest(alone)
-    shapes = [
-        layout.local_shape(value(o).shape, alone, largest)
-        for o, layout in zip(operand_nodes(node), found.operands, strict=True)
-    ]
-    results = tuple(
-        layout.local_shape(v.shape, alone, largest) if v is not None and layout is not None else None
-        for v, layout in zip(fact(node).values, found.results, strict=True)
-    )
-    pieces = observe(call_of(node, shapes, _local_args(node, tuple(shapes), results)))
-    if pieces.guessed or len(pieces.new) != count:
-        shrinks = any(layout is not None and layout.kinds == "S" for layout in found.results)
-        _CUTS[key] = (shrinks,) * count
-    else:
-        _CUTS[key] = tuple(p.nbytes < w.nbytes for p, w in zip(pieces.new, whole.new, strict=True))
+def _cuts(
+    node: fx.Node, mesh: Mesh, base: list[tuple[int, Choice]], axis: int, choice: Choice
+) -> tuple[bool, ...] | None:
+    """Whether each tensor that the op keeps besides operands and results under ``base`` shrinks where ``choice`` cuts
+    besides; None where others are kept then, or it cannot be seen. Asked once for all sizes of axes."""
+    key = (call_of(node), tuple(c for _, c in base), choice)
+    if key not in _CUTS:
+        before, after = _alone(node, mesh, base), _alone(node, mesh, [*base, (axis, choice)])
+        same = before is not None and after is not None and _kind(before) == _kind(after)
+        pairs = zip(after.new, before.new, strict=True) if same and before and after else ()
+        _CUTS[key] = tuple(a.nbytes < b.nbytes for a, b in pairs) if same else None
     return _CUTS[key]
+
+
+def _kind(found: Saves) -> tuple[Any, ...]:
+    return found.operands, found.results, len(found.new)
+
+
+def _alone(node: fx.Node, mesh: Mesh, chosen: list[tuple[int, Choice]]) -> Saves | None:
+    """What the op keeps where only these axes do anything; None where it cannot be seen."""
+    axes = [a for a, _ in chosen]
+    found = strategy(node, Mesh(tuple(mesh.axes[a] for a in axes)), [c for _, c in chosen], range(len(axes)))
+    pieces = _pieces(node, found, Mesh(tuple(mesh.axes[a] for a in axes))) if found is not None else None
+    return None if pieces is None or pieces.guessed else pieces
+
+
+def _pieces(node: fx.Node, s: Strategy, mesh: Mesh) -> Saves:
+    """What the op keeps of the largest pieces of a strategy."""
+    at = _largest(mesh)
+    shapes = tuple(
+        x.local_shape(value(o).shape, mesh, at) for o, x in zip(operand_nodes(node), s.operands, strict=True)
+    )
+    results = tuple(
+        x.local_shape(v.shape, mesh, at) if v is not None and x is not None else None
+        for v, x in zip(fact(node).values, s.results, strict=True)
+    )
+    try:
+        args = _local_args(node, shapes, results)
+    except (AssertionError, IndexError, ZeroDivisionError):  # a special's pieces are no call of the op itself
+        return Saves((), (), guessed=True)
+    return observe(call_of(node, shapes, args)).saves
 
 
 def _local_args(

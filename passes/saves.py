@@ -8,7 +8,7 @@ cached by op, shapes, strides, dtypes and arguments, so equal layers cost one ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -16,7 +16,10 @@ import torch
 from torch import Tensor, fx
 
 import autopar.runtime.ops  # noqa: F401  registers the library ops
-from autopar.passes.facts import operand_nodes, value
+from autopar.passes.facts import fact, operand_nodes, value
+from autopar.passes.insert_changes import is_getitem
+
+STRIDES = "autopar_strides"
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,14 @@ class Saves:
     new: tuple[New, ...] = ()
     aliases: tuple[int | None, ...] = ()
     guessed: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one run on fake tensors showed: what is kept, and the strides of the results (None: not known)."""
+
+    saves: Saves
+    strides: tuple[tuple[int, ...] | None, ...]
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,11 @@ def saves(node: fx.Node) -> Saves:
     >>> saves(y)  # the gradient of w reads x; x needs none, so w is not kept
     Saves(operands=(0,), results=(), new=(), aliases=(None,), guessed=False)
     """
-    return observe(call_of(node))
+    found = observe(call_of(node)).saves
+    if not found.guessed:
+        return found
+    made = tuple(i for i, v in enumerate(fact(node).values) if v is not None)
+    return replace(found, results=made if found.operands else (), aliases=(None,) * len(fact(node).values))
 
 
 def alias(node: fx.Node) -> bool:
@@ -112,7 +127,7 @@ def call_of(
     nodes = operand_nodes(node)
     operands = []
     for slot, operand in enumerate(nodes):
-        v, strides = value(operand), tuple(operand.meta["val"].stride())
+        v, strides = value(operand), strides_of(operand)
         shape = v.shape if shapes is None else shapes[slot]
         if shape != v.shape:
             strides = _dense(shape, strides)
@@ -120,6 +135,33 @@ def call_of(
         operands.append(Operand(shape, strides, v.dtype, v.grad, first))
     count = iter(range(len(nodes)))
     return Call(node.target, tuple(operands), _freeze(args or (node.args, node.kwargs), count, set(nodes)))
+
+
+def strides_of(node: fx.Node) -> tuple[int, ...]:
+    """Strides of the node's tensor when the graph runs as it stands (``meta["val"]`` may tell of ops that PREPARE took
+    out). Found once a node, in the graph's order."""
+    if STRIDES not in node.meta:
+        for n in node.graph.nodes:
+            if STRIDES not in n.meta and n.op != "output":
+                n.meta[STRIDES] = _strides(n)
+            if n is node:
+                break
+    (only,) = node.meta[STRIDES]
+    return tuple(only)
+
+
+def _strides(node: fx.Node) -> tuple[tuple[int, ...] | None, ...]:
+    if is_getitem(node):
+        producer, index = node.args[0], node.args[1]
+        assert isinstance(producer, fx.Node) and isinstance(index, int)
+        return (producer.meta[STRIDES][index],)
+    val = node.meta.get("val")
+    known = tuple(
+        tuple(v.stride()) for v in (val if isinstance(val, (tuple, list)) else [val]) if isinstance(v, Tensor)
+    )
+    if node.op != "call_function":
+        return known
+    return observe(call_of(node)).strides or known
 
 
 def _dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
@@ -154,7 +196,7 @@ def _thaw(a: Any, operands: list[Tensor]) -> Any:
 
 
 @lru_cache(maxsize=1 << 14)
-def observe(call: Call) -> Saves:
+def observe(call: Call) -> Seen:
     """Run the call on fake tensors and look."""
     kept: list[Tensor] = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)  # type: ignore[func-returns-value]
@@ -167,7 +209,7 @@ def observe(call: Call) -> Saves:
                 args, kwargs = _thaw(call.args, operands)
                 made = call.target(*args, **kwargs)
     except Exception:  # data-dependent shapes, ops without a fake kernel: whatever the reason, we cannot look
-        return _guess(call)
+        return Seen(_guess(call), ())
     results = list(made) if isinstance(made, (tuple, list)) else [made]
     slots: dict[int, list[int]] = {}
     for slot, t in enumerate(operands):
@@ -185,7 +227,8 @@ def observe(call: Call) -> Saves:
             made_here.add(of_results[at])
         elif at not in new:
             new[at] = New(t.untyped_storage().nbytes(), t.is_floating_point() or t.is_complex())
-    return Saves(tuple(sorted(mine)), tuple(sorted(made_here)), tuple(new.values()), aliases)
+    strides = tuple(tuple(r.stride()) if isinstance(r, Tensor) else None for r in results)
+    return Seen(Saves(tuple(sorted(mine)), tuple(sorted(made_here)), tuple(new.values()), aliases), strides)
 
 
 @cache
@@ -206,6 +249,5 @@ def _storage(t: Tensor) -> int:
 
 
 def _guess(call: Call) -> Saves:
-    if not any(o.grad for o in call.operands):
-        return Saves((), (), guessed=True)
-    return Saves(tuple(range(len(call.operands))), (0,), guessed=True)
+    grad = any(o.grad for o in call.operands)
+    return Saves(tuple(range(len(call.operands))) if grad else (), (), guessed=True)

@@ -44,7 +44,7 @@ class Scope:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """How a table enters a product: rows to take of some dims, dims in the product's order, ones where it is constant."""
+    """How a table enters a product: rows to take of dims, dims in the product's order, ones where it is constant."""
 
     table: int
     takes: tuple[tuple[int, Index], ...]

@@ -113,9 +113,11 @@ class Evaluation:
 
     def least_transient(self) -> float:
         """Bytes below which no assignment's largest transient can be: every variable and factor does something."""
-        groups = [(self._shared, None), *((c.rows, None) for c in self._classes)]
         least = 0.0
-        for rows, _ in groups:
+        for rows in (
+            self._shared,
+            *(self._classes[kind].rows for kind in sorted({u.kind for u in self.problem.units})),
+        ):
             for a, b in zip(rows.starts[:-1], rows.starts[1:], strict=True):
                 legal = ~rows.illegal[a:b]
                 if b > a and legal.any():
@@ -137,6 +139,13 @@ class Evaluation:
         total[TRANSIENT] = rows[:, TRANSIENT].max(initial=0.0)
         assignment = Assignment(tuple(shared), tuple(p.states for p in patterns))
         return Outcome(value, assignment, tuple(patterns), total)
+
+    def priced(self, assignment: Assignment) -> Outcome:
+        """The outcome of an assignment found elsewhere; its value is no number."""
+        shared = assignment.shared
+        units = zip(self.problem.units, assignment.units, strict=True)
+        patterns = [self.pattern(u.kind, states, tuple(shared[b] for b in u.borders)) for u, states in units]
+        return self.outcome(float("nan"), shared, patterns)
 
     def _border_sizes(self, kind: int, what: Class) -> list[int]:
         for unit in self.problem.units:

@@ -10,13 +10,13 @@ whose least over all assignments without a transient above ``high`` is found by 
 multipliers cover every transient that occurs; the least of their bounds holds for the whole problem. (A price on each
 transient instead would have to be split among equal units: they would no longer be one class, and the bound would see
 their mean where the program needs their maximum.) A range is closed without seconds, ``time = 0``, where even the least
-bytes exceed the limit. Inside a range multipliers are found by cutting planes (Kelley): each assignment seen is a plane.
+bytes exceed the limit. Inside a range multipliers are found by cutting planes (Kelley): a plane an assignment seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
@@ -59,9 +59,10 @@ class Multipliers:
 
 @dataclass
 class Pool:
-    """Assignments seen, and the fastest of those that fit."""
+    """Assignments seen, and the fastest of those that fit. ``cutoff``: a bound of so many seconds is enough."""
 
     limit: float
+    cutoff: float = inf
     seen: dict[tuple[float, ...], Outcome] = field(default_factory=dict)
     best: Outcome | None = None
 
@@ -78,6 +79,14 @@ class Pool:
         """Of the best; infinite while none fits."""
         return inf if self.best is None else float(seconds(self.best.total))
 
+    def enough(self, bound: float, gap: float) -> bool:
+        """Whether a bound is within the gap of the best, or shows that the problem is not worth more work."""
+        return bound >= min(self.seconds * (1 - gap), self.cutoff)
+
+    def gap(self, bound: float) -> float:
+        """Relative; 1 while nothing fits."""
+        return 1.0 if self.best is None else 1 - bound / self.seconds if self.seconds > 0 else 0.0
+
 
 @dataclass(frozen=True)
 class Range:
@@ -91,16 +100,28 @@ class Range:
 
 
 def lower_bound(problem: Problem, multipliers: Iterable[Multipliers], evaluation: Evaluation | None = None) -> float:
-    """Seconds that no assignment within the limit can beat, found anew from multipliers alone."""
+    """Seconds that no assignment within the limit can beat, found anew from multipliers alone. 0 where their
+    ranges leave a transient out."""
     evaluation = evaluation or Evaluation(problem)
     every = tuple(multipliers)
     sizes = evaluation.transients()
     needed = sizes[sizes >= evaluation.least_transient()]
-    if not all(
-        any(m.low <= size <= m.high for m in every) for size in (*needed, inf if len(needed) == 0 else needed[0])
-    ):
+    if not every or not all(any(m.low <= size <= m.high for m in every) for size in needed):
         return 0.0
     return min(m.bound(evaluation.least(m.weights(), m.high).value, problem.memory_limit) for m in every)
+
+
+def one_bound(evaluation: Evaluation, multipliers: Iterable[Multipliers]) -> tuple[float, tuple[Multipliers, ...]]:
+    """The bound of one evaluation at the multipliers of another problem (their first), and the multipliers to give it
+    again: over every transient of this one."""
+    first = next(iter(multipliers))
+    m = replace(first, low=evaluation.least_transient(), high=inf)
+    return m.bound(evaluation.least(m.weights()).value, evaluation.problem.memory_limit), (m,)
+
+
+def free_bound(evaluation: Evaluation, multipliers: Iterable[Multipliers]) -> tuple[float, tuple[Multipliers, ...]]:
+    """Seconds that no assignment can beat even without a memory limit, and the multipliers to give it again."""
+    return one_bound(evaluation, [replace(m, per_byte=0.0, time=1.0) for m in multipliers])
 
 
 def bound_ranges(evaluation: Evaluation, pool: Pool, target_gap: float) -> list[Range]:
@@ -112,7 +133,7 @@ def bound_ranges(evaluation: Evaluation, pool: Pool, target_gap: float) -> list[
         worst = min(open_, key=lambda r: r.bound)
         m = worst.multipliers
         slack = m.per_byte * (worst.largest - m.low)
-        if worst.bound >= pool.seconds * (1 - target_gap):
+        if pool.enough(worst.bound, target_gap):
             break
         open_.remove(worst)
         inside = sizes[(sizes > m.low) & (sizes <= worst.largest)]
@@ -151,9 +172,10 @@ def bound_range(evaluation: Evaluation, pool: Pool, low: float, high: float, tar
             if best.bound == inf:
                 return best
     for _ in range(ITERATIONS):
+        if pool.enough(best.bound, 0.2 * target_gap):
+            break
         ceiling, alpha, per_byte = _highest(_planes(pool, high), low, limit, scale)
-        enough = pool.seconds * (1 - 0.2 * target_gap)
-        if best.bound >= enough or ceiling - best.bound <= max(0.02 * target_gap, 1e-9) * scale:
+        if ceiling - best.bound <= max(0.02 * target_gap, 1e-9) * scale:
             break
         visit(Multipliers(alpha, per_byte, low, high))
     return Range(best.bound, best.multipliers, _largest(best, _planes(pool, high), limit, target_gap))

@@ -4,7 +4,7 @@ Columns: ``y[u, p]``, unit u does pattern p of its class (binary); ``z[v, s]``, 
 largest transient ``P`` and the step time ``T``. Minimise T. Rows, in this order:
 
 1. `one_pattern`: every unit does exactly one pattern;
-2. `borders_agree`: all units that touch a shared variable see the state that it is in (flow conservation along a chain);
+2. `borders_agree`: units that touch a shared variable see the state that it is in (flow conservation along a chain);
 3. `one_state`: a shared variable that no unit touches is in one state;
 4. `streams`: T >= exposed + compute and T >= exposed + hidden;
 5. `largest_transient`: P >= the transient of every unit's pattern and of every shared variable's state;

@@ -2,8 +2,9 @@
 
 1. Elimination under multipliers gives lower bounds and whole assignments (`lagrangian`).
 2. An integer program mixes their patterns (`master`).
-3. Small problems whose gap is still above the target: an integer program over every state (`ilp`).
+3. Problems small enough whose gap is still above the target: an integer program over every state (`ilp`).
 
+>>> import numpy as np
 >>> from autopar.solver.problem import Class, Problem, Unit, Variable
 >>> x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8.0, 0], [2.0, 0, 0, 0, 4.0, 0]]))
 >>> layer = Class("layer", (x,), (), ())
@@ -16,33 +17,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Literal
 
 import numpy as np
 
 from autopar.solver.evaluate import Evaluation
+from autopar.solver.ilp import columns_of, solve_ilp
 from autopar.solver.lagrangian import Multipliers, Pool, Range, bound_ranges, least_memory
 from autopar.solver.master import mix
 from autopar.solver.problem import Assignment, Problem, peak, seconds, totals
+
+ILP_COLUMNS = 60_000
+"""Columns up to which the integer program over every state is tried."""
+ILP_WORK = 4_000_000
+"""Columns times branch-and-bound nodes of that program at most."""
+MIXED = 3
+"""Ranges of transients, lowest bound first, whose patterns are mixed."""
 
 
 @dataclass(frozen=True)
 class Answer:
     """``objective``: seconds a step of ``assignment``, by `totals`; ``bound``: seconds that nothing can beat.
 
-    ``status`` "infeasible": nothing was found that fits. Proven (``exact``) where ``least_bound`` exceeds the limit;
-    ``least_bytes``: the peak of ``least_assignment``, the leanest found; no assignment's peak is below
-    ``least_bound``. ``multipliers`` give ``bound`` again (`lagrangian.lower_bound`), but for what ``ilp`` in
-    ``stats`` improved it to. ``exact``: elimination had to split no table."""
+    ``status``: "solved"; "cutoff": stopped without a plan, as ``bound`` has reached the cutoff; "infeasible": nothing
+    was found that fits, which is proven where ``least_bound`` is above the limit (``bound`` is then infinite).
+    ``least_bytes``: the peak of ``least_assignment``, the leanest found; no assignment's peak is below ``least_bound``.
+    Both are only found where nothing fits. ``multipliers`` give ``multipliers_bound`` again (`lagrangian.lower_bound`);
+    ``bound`` is larger where ``ilp`` closed what they left. ``exact``: elimination had to split no table."""
 
-    status: Literal["solved", "infeasible"]
+    status: Literal["solved", "cutoff", "infeasible"]
     objective: float
     bound: float
     assignment: Assignment | None
     multipliers: tuple[Multipliers, ...]
+    multipliers_bound: float
     least_bytes: float = inf
     least_bound: float = 0.0
     least_assignment: Assignment | None = None
@@ -50,56 +61,77 @@ class Answer:
     stats: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def gap(self) -> float:
-        """1 - bound / objective."""
-        return 0.0 if self.objective <= 0 or self.status == "infeasible" else 1 - self.bound / self.objective
+    def gap(self) -> float | None:
+        """1 - bound / objective; None without an assignment."""
+        if self.assignment is None:
+            return None
+        return 1 - self.bound / self.objective if self.objective > 0 else 0.0
 
 
-def solve(problem: Problem, *, target_gap: float = 0.005, evaluation: Evaluation | None = None) -> Answer:
-    """The fastest assignment within the limit, to within ``target_gap`` (relative) where that can be reached."""
+def solve(
+    problem: Problem,
+    *,
+    target_gap: float = 0.005,
+    cutoff: float = inf,
+    ilp_columns: int = ILP_COLUMNS,
+    evaluation: Evaluation | None = None,
+) -> Answer:
+    """The fastest assignment within the limit, to within ``target_gap`` (relative) where that can be reached.
+
+    ``cutoff``: seconds; stops as soon as the bound reaches them. ``evaluation``: of this problem, if there is one."""
     evaluation = evaluation or Evaluation(problem)
-    pool = Pool(problem.memory_limit)
+    pool = Pool(problem.memory_limit, cutoff=cutoff)
     ranges = bound_ranges(evaluation, pool, target_gap)
     bound = min(r.bound for r in ranges)
-    if pool.best is None:
-        least_bound, least = least_memory(evaluation, problem.memory_limit)
-        pool.add(least)
-        if pool.best is None:
-            return _infeasible(problem, evaluation, ranges)
-    stats: dict[str, float] = {"ranges": len(ranges)}
-    if bound < pool.seconds * (1 - target_gap):
-        for r in ranges[:3]:
-            if bound < pool.seconds * (1 - target_gap) and np.isfinite(r.bound):
-                mix(evaluation, pool, r.multipliers, target_gap * 0.1)
-    assert pool.best is not None
-    total = totals(problem, pool.best.assignment)
-    assert peak(total) <= problem.memory_limit, "an assignment that does not fit was taken"
-    objective = float(seconds(total))
-    stats["evaluations"] = evaluation.evaluations
-    return Answer(
-        "solved",
-        objective,
-        min(bound, objective),
-        pool.best.assignment,
-        tuple(r.multipliers for r in ranges),
-        exact=evaluation.exact,
-        stats=stats,
-    )
+    if pool.best is None and bound < cutoff:
+        pool.add(least_memory(evaluation, problem.memory_limit)[1])
+    _mix(evaluation, pool, ranges, target_gap)
+    stats: dict[str, float] = {"ranges": len(ranges), "gap_mixed": pool.gap(bound), "ilp": 0}
+    if bound < inf and not pool.enough(bound, target_gap) and (columns := columns_of(problem)) <= ilp_columns:
+        stats["ilp"] = columns
+        bound = _polish(problem, evaluation, pool, bound, target_gap, max(1, ILP_WORK // max(columns, 1)))
+    answer = _answer(problem, evaluation, pool, ranges, bound)
+    return replace(answer, stats={**stats, "evaluations": evaluation.evaluations})
 
 
-def _infeasible(problem: Problem, evaluation: Evaluation, ranges: list[Range]) -> Answer:
-    bound, least = least_memory(evaluation)
-    total = totals(problem, least.assignment)
-    legal = bool(np.isfinite(total).all())
+def _mix(evaluation: Evaluation, pool: Pool, ranges: Sequence[Range], target_gap: float) -> None:
+    bound = ranges[0].bound
+    for r in ranges[:MIXED]:
+        if r.bound == inf or pool.enough(bound, target_gap):
+            return
+        mix(evaluation, pool, r.multipliers, 0.1 * target_gap)
+
+
+def _polish(problem: Problem, evaluation: Evaluation, pool: Pool, bound: float, target_gap: float, nodes: int) -> float:
+    """Adds what the integer program finds; returns the better of the bounds."""
+    answer = solve_ilp(problem, gap=0.5 * target_gap, nodes=nodes)
+    if answer.assignment is not None:
+        pool.add(evaluation.priced(answer.assignment))
+    return max(bound, answer.bound)
+
+
+def _answer(problem: Problem, evaluation: Evaluation, pool: Pool, ranges: Sequence[Range], bound: float) -> Answer:
+    multipliers = tuple(r.multipliers for r in ranges)
+    known = ranges[0].bound
+    if pool.best is not None:
+        total = totals(problem, pool.best.assignment)
+        assert peak(total) <= problem.memory_limit, "an assignment that does not fit was taken"
+        objective = float(seconds(total))
+        known, bound = min(known, objective), min(bound, objective)
+        return Answer("solved", objective, bound, pool.best.assignment, multipliers, known, exact=evaluation.exact)
+    if pool.cutoff <= bound < inf:
+        return Answer("cutoff", inf, bound, None, multipliers, known, exact=evaluation.exact)
+    least_bound, least = least_memory(evaluation)
+    legal = bool(np.isfinite(least.total).all())
     return Answer(
         "infeasible",
         inf,
-        min(r.bound for r in ranges),
+        inf if least_bound > problem.memory_limit else bound,
         None,
-        tuple(r.multipliers for r in ranges),
-        least_bytes=float(peak(total)) if legal else inf,
-        least_bound=bound,
+        multipliers,
+        known,
+        least_bytes=float(peak(totals(problem, least.assignment))) if legal else inf,
+        least_bound=least_bound,
         least_assignment=least.assignment if legal else None,
-        exact=bound > problem.memory_limit,
-        stats={"ranges": len(ranges), "evaluations": evaluation.evaluations},
+        exact=evaluation.exact,
     )

@@ -1,0 +1,104 @@
+"""From an assignment back to the graph: a strategy on every node, and how parameters rest; then the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import fx
+
+from autopar.build import Prepared
+from autopar.cluster import Cluster
+from autopar.passes.complete_layouts import treat
+from autopar.passes.facts import KEY, fact, value
+from autopar.passes.follow_time import TimeChoices
+from autopar.passes.layout import Layout
+from autopar.passes.parameter_states import ParameterState
+from autopar.passes.sides import sides
+from autopar.passes.split_prologue import copy_graph
+from autopar.plan import Plan
+from autopar.pose import Posed
+from autopar.poser import Body
+from autopar.solver.problem import Assignment
+from autopar.write_plan import ops_of, plan_of
+from autopar.wiring import Wiring
+
+
+def completed(body: Body, posed: Posed, assignment: Assignment, times: TimeChoices) -> fx.GraphModule:
+    """A copy of the body's graph in which every node does what the assignment says."""
+    gm = copy_graph(body.prepared.body)
+    copy = dict(zip(body.prepared.body.graph.nodes, gm.graph.nodes, strict=True))
+    shared = {n: posed.shared[i][s] for i, (n, s) in enumerate(zip(posed.units.shared, assignment.shared, strict=True))}
+    for unit, states in zip(posed.units.units, assignment.units, strict=True):
+        for op, options, state in zip(unit.ops, posed.ops[unit.kind], states, strict=False):
+            node = copy[op]
+            node.meta[KEY] = replace(fact(node), strategy=options.strategies[state])
+        wiring = body.wirings[unit.kind]
+        at = len(unit.ops) + len(wiring.own(parameters=False))
+        for parameter, options, state in zip(
+            _own_parameters(wiring, unit.ops), posed.parameters[unit.kind], states[at:], strict=True
+        ):
+            _treat(copy[parameter], options[state], posed)
+    for node, held in shared.items():
+        if isinstance(held, ParameterState):
+            _treat(copy[node], held, posed)
+    _unread(gm, frozenset(body.prepared.captured.parameters), posed)
+    captured, over_time = body.prepared.captured, TimeChoices(
+        {copy[n]: c for n, c in times.ops.items()}, {copy[n]: x for n, x in times.layouts.items()}
+    )
+    batched = {i.name for i in captured.inputs if i.batch}
+    return sides(gm, posed.mesh, over_time, batched, body.prepared.hoisted)
+
+
+def _own_parameters(wiring: Wiring, ops: tuple[fx.Node, ...]) -> list[fx.Node]:
+    """The parameters of a unit's own, in the order of the class's variables: those its ops read where the first
+    unit's read theirs."""
+    from autopar.passes.facts import operand_nodes
+
+    return [operand_nodes(ops[t.readers[0].op])[t.readers[0].slot] for t in wiring.own(parameters=True)]
+
+
+def _treat(node: fx.Node, state: ParameterState, posed: Posed) -> None:
+    treat(node, state.rest, state.use, state.gather, "microbatch" if state.reduce == "microbatch" else "step", posed.mesh)
+
+
+def _unread(gm: fx.GraphModule, parameters: frozenset[str], posed: Posed) -> None:
+    """Parameters that no op of the core reads rest whole."""
+    for node in gm.graph.nodes:
+        if node.op == "get_attr" and str(node.target) in parameters and fact(node).strategy is None:
+            whole = Layout.uniform("I", len(posed.mesh.axes), len(value(node).shape))
+            if posed.mesh.time is not None:
+                whole = whole.with_kind(posed.mesh.time, "R")
+            treat(node, whole, whole, "never", "step", posed.mesh)
+
+
+def plan_from(body: Body, posed: Posed, assignment: Assignment, times: TimeChoices, cluster: Cluster) -> Plan:
+    """The plan that an assignment amounts to, without predictions and proof."""
+    gm = completed(body, posed, assignment, times)
+    place = {node: i for i, node in enumerate(ops_of(body.prepared.body))}
+    total, ranges, start = len(place), [], 0
+    units = posed.units.units
+    for i, unit in enumerate(units):
+        stop = total if i == len(units) - 1 else place[unit.ops[-1]] + 1
+        ranges.append((_name(body, unit.kind) if False else _unit_name(unit.ops), start, stop))
+        start = stop
+    return plan_of(gm, body.prepared.captured, posed.mesh, cluster, units=ranges, rename=True)
+
+
+def _unit_name(ops: tuple[fx.Node, ...]) -> str:
+    """The module that all ops of a unit lie in, or else the first one's."""
+    names = [fact(op).fqn.split(".") for op in ops if fact(op).fqn]
+    if not names:
+        return ""
+    common = []
+    for words in zip(*names, strict=False):
+        if len(set(words)) > 1:
+            break
+        common.append(words[0])
+    return ".".join(common or names[0])
+
+
+def _name(body: Body, kind: int) -> str:
+    return body.wirings[kind].name
+
+
+__all__ = ["Prepared", "completed", "plan_from"]

@@ -11,7 +11,7 @@ search:
   equal ones never makes a step shorter: a layout that divides the small batch divides the large one, and every price
   is a maximum or a sum of affine functions ``a + b * rows`` with ``a >= 0`` (weights read, latencies), of which k times
   the k-th part, ``k * a + b * rows``, is no less. So that optimum bounds every multiple of the count on its mesh.
-- *solved*; *open*: solved without a plan found, or not reached within the work limit.
+- *solved*; *open*: neither a plan found nor shown that there is none, or not reached within the work limit.
 """
 
 from __future__ import annotations
@@ -44,16 +44,37 @@ class Candidate:
         return f"{axes}, {self.microbatches} microbatch{'es' * (self.microbatches > 1)}"
 
 
+Term = tuple[str, float, float]
+
+
 class Quick(NamedTuple):
-    """What is known of a candidate without posing it: lower bounds of seconds and bytes, or why it is illegal."""
+    """What is known of a candidate without posing it: lower bounds of seconds and bytes, or why it is illegal.
+
+    Each bound is the largest of several sums of ``amount / rate``, kept so that a check adds them up again.
+
+    >>> quick = Quick.of(seconds=[[("matmuls", 8e12, 4e12), ("adamw", 3e9, 3e12)]], bytes=[[("parameters", 64.0, 8)]])
+    >>> quick.seconds, quick.bytes
+    (2.001, 8.0)
+    """
 
     seconds: float
     bytes: float = 0.0
     illegal: str | None = None
+    seconds_terms: tuple[tuple[Term, ...], ...] = ()
+    bytes_terms: tuple[tuple[Term, ...], ...] = ()
+
+    @staticmethod
+    def of(
+        *, seconds: Iterable[Iterable[Term]], bytes: Iterable[Iterable[Term]] = (), illegal: str | None = None
+    ) -> Quick:
+        """From the terms (what, amount, amount a second or share of a rank), one list a sum."""
+        first, second = (tuple(tuple(terms) for terms in sums) for sums in (seconds, bytes))
+        return Quick(_largest(first), _largest(second), illegal, first, second)
 
 
 class Answer(Protocol):
-    """What the search reads of a solved problem. ``objective``: seconds of a plan that fits, infinite without one."""
+    """What the search reads of a solved problem. ``objective``: seconds of a plan that fits, infinite without one.
+    ``least_bytes``: of the leanest plan found, where none fits; ``least_bound``: bytes that no plan goes below."""
 
     @property
     def status(self) -> str: ...
@@ -65,13 +86,15 @@ class Answer(Protocol):
     def multipliers(self) -> Any: ...
     @property
     def least_bytes(self) -> float: ...
+    @property
+    def least_bound(self) -> float: ...
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome(Generic[P]):
     """How one candidate ended. ``bound``: seconds it cannot go below (infinite where it is no plan). ``bytes``: its
     least known; ``seconds``: of the plan found. ``problem``, ``answer``: where it was posed, where it was solved.
-    ``source``: whose optimum dominates it. ``multipliers``: those of the bound."""
+    ``multipliers``: those of the bound, in its own problem or in that of ``source``, whose optimum dominates it."""
 
     candidate: Candidate
     quick: Quick
@@ -116,21 +139,22 @@ def search(
     solve: Callable[[P, float], Answer],
     limit: float,
     target_gap: float = 0.005,
-    lower_bound: Callable[[P, Any], float] | None = None,
-    free_bound: Callable[[P, Answer], float] | None = None,
+    lower_bound: Callable[[P, Any], tuple[float, Any]] | None = None,
+    free_bound: Callable[[P, Answer], tuple[float, Any]] | None = None,
     work_limit: int | None = None,
     seconds_limit: float | None = None,
 ) -> Found[P]:
     """The best plan over all candidates, and a bound of all of them.
 
     ``solve(problem, cutoff)`` may stop once its bound reaches ``cutoff`` seconds. ``limit``: bytes a rank may take.
-    ``lower_bound(problem, multipliers)``: one cheap evaluation. ``free_bound(problem, answer)``: a bound of the problem
-    without its memory limit, of at most the answer's. Best bound first; ties: fewer axes, fewer microbatches.
+    ``lower_bound(problem, multipliers)``: one cheap evaluation at the multipliers of another problem;
+    ``free_bound(problem, answer)``: a bound without the memory limit; both with the multipliers that give the bound
+    again. Best bound first; ties: fewer axes, fewer microbatches.
     ``work_limit``: candidates posed at most (the same answer every time); ``seconds_limit``: ends by the clock.
 
     >>> from types import SimpleNamespace
     >>> solve = lambda n, cutoff: SimpleNamespace(
-    ...     status="solved", objective=10.0 + n, bound=10.0 + n, multipliers=None, least_bytes=1.0
+    ...     status="solved", objective=10.0 + n, bound=10.0 + n, multipliers=None, least_bound=1.0
     ... )
     >>> found = search(
     ...     [Candidate(((8, 1),), m) for m in (1, 2, 4, 8)],
@@ -172,8 +196,8 @@ class _Search(Generic[P]):
     solve: Callable[[P, float], Answer]
     limit: float
     target_gap: float
-    lower_bound: Callable[[P, Any], float] | None
-    free_bound: Callable[[P, Answer], float] | None
+    lower_bound: Callable[[P, Any], tuple[float, Any]] | None
+    free_bound: Callable[[P, Answer], tuple[float, Any]] | None
     outcomes: dict[Candidate, Outcome[P]] = field(default_factory=dict)
     best: Outcome[P] | None = None
     work: dict[str, int] = field(default_factory=lambda: {"posed": 0, "solved": 0, "evaluated": 0})
@@ -220,24 +244,25 @@ class _Search(Generic[P]):
         outcome = replace(self.outcomes[candidate], problem=problem)
         if self.lower_bound is not None and self.best is not None and self.best.multipliers is not None:
             self.work["evaluated"] += 1
-            bound = self.lower_bound(problem, self.best.multipliers)
+            bound, multipliers = self.lower_bound(problem, self.best.multipliers)
             if bound >= self.cutoff:
                 self.outcomes[candidate] = replace(
-                    outcome, status="multipliers", bound=bound, multipliers=self.best.multipliers
+                    outcome, status="multipliers", bound=bound, multipliers=multipliers, source=None
                 )
                 return
         self.work["solved"] += 1
         answer = self.solve(problem, self.cutoff)
         self.outcomes[candidate] = self._read(outcome, problem, answer)
-        if answer.status != "infeasible":
-            self._take(self.outcomes[candidate])
+        self._take(self.outcomes[candidate])
         self._dominate(candidate, problem, answer)
 
     def _read(self, outcome: Outcome[P], problem: P, answer: Answer) -> Outcome[P]:
-        outcome = replace(outcome, problem=problem, answer=answer, multipliers=answer.multipliers, source=None)
-        if answer.status == "infeasible":
-            why = self._over(answer.least_bytes)
-            return replace(outcome, status="memory", bound=inf, bytes=max(outcome.bytes, answer.least_bytes), why=why)
+        outcome = replace(outcome, problem=problem, answer=answer)
+        if answer.bound >= outcome.bound or answer.least_bound > self.limit:
+            outcome = replace(outcome, multipliers=answer.multipliers, source=None)
+        if answer.bound == inf or answer.least_bound > self.limit:
+            nbytes = max(outcome.bytes, answer.least_bound)
+            return replace(outcome, status="memory", bound=inf, bytes=nbytes, why=self._over(nbytes))
         known = max(outcome.bound, answer.bound)
         if answer.objective < inf:
             return replace(outcome, status="solved", bound=min(known, answer.objective), seconds=answer.objective)
@@ -252,11 +277,11 @@ class _Search(Generic[P]):
         if self.free_bound is None:
             return
         self.work["evaluated"] += 1
-        free = self.free_bound(problem, answer)
+        free, multipliers = self.free_bound(problem, answer)
         for other, outcome in self.outcomes.items():
             larger = other.mesh == candidate.mesh and other.microbatches % candidate.microbatches == 0
             if larger and other != candidate and outcome.status == "open" and free > outcome.bound:
-                self.outcomes[other] = replace(outcome, bound=free, source=candidate)
+                self.outcomes[other] = replace(outcome, bound=free, source=candidate, multipliers=multipliers)
 
     def find_least(self) -> None:
         """Nothing fits: solves for the fewest bytes, where the cheap bound of them is under what was found."""
@@ -281,7 +306,7 @@ class _Search(Generic[P]):
         gap = None
         least = None
         if self.best is None:
-            tried = [o for o in outcomes if o.answer is not None and o.status == "memory"]
+            tried = [o for o in outcomes if o.answer is not None and o.answer.least_bytes < inf]
             least = min(tried, key=lambda o: (o.answer.least_bytes, _tie(o.candidate)), default=None)
         else:
             gap = max(0.0, 1 - bound / self.best.seconds)
@@ -289,6 +314,10 @@ class _Search(Generic[P]):
 
     def _over(self, nbytes: float) -> str:
         return f"needs at least {nbytes:.6g} bytes a rank of {self.limit:.6g}"
+
+
+def _largest(sums: tuple[tuple[Term, ...], ...]) -> float:
+    return max((sum(amount / rate for _, amount, rate in terms) for terms in sums), default=0.0)
 
 
 def _tie(candidate: Candidate) -> tuple[Any, ...]:

@@ -29,6 +29,7 @@ class ToyAnswer:
     bound: float
     multipliers: object
     least_bytes: float
+    least_bound: float
 
 
 def toys(seed, ranks=16, batch=12):
@@ -52,11 +53,11 @@ def run(truth, quick, gap=0.0, inner=0.0, **options):
 
     def solve(toy, cutoff):
         if toy.least > LIMIT:
-            return ToyAnswer("infeasible", inf, inf, None, toy.least)
+            return ToyAnswer("infeasible", inf, inf, None, toy.least, toy.least)
         bound = toy.tight * (1 - inner)
         if bound >= cutoff and round(toy.least) % 2:
-            return ToyAnswer("solved", inf, bound, "m", toy.least)  # stopped at the cutoff, without a plan
-        return ToyAnswer("solved", toy.tight, bound, "m", toy.least)
+            return ToyAnswer("solved", inf, bound, "m", toy.least, toy.least)  # stopped at the cutoff, without a plan
+        return ToyAnswer("solved", toy.tight, bound, "m", toy.least, toy.least)
 
     options = {
         "quick_bound": quick.__getitem__,
@@ -64,8 +65,8 @@ def run(truth, quick, gap=0.0, inner=0.0, **options):
         "solve": solve,
         "limit": LIMIT,
         "target_gap": gap,
-        "lower_bound": lambda toy, multipliers: toy.tight * 0.9,
-        "free_bound": lambda toy, answer: toy.free * (1 - inner),
+        "lower_bound": lambda toy, multipliers: (toy.tight * 0.9, multipliers),
+        "free_bound": lambda toy, answer: (toy.free * (1 - inner), "free"),
     } | options
     return search(truth, **options)
 

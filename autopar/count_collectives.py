@@ -1,6 +1,9 @@
 """The collectives of a step, counted in the program that a rank runs: what `Plan.predicted.collectives` and
 ``explain`` say.
 
+Phases ``parameters`` and ``gradients`` are those of weights, on entry and where the body gathers them; they run beside
+compute. The others are waited for.
+
 Each library op that communicates is listed with what its forward and its backward send. Bytes are counted as nccl-tests
 counts sizes: the whole tensor (a gather's result, a scatter's input, what every rank of an all-reduce holds).
 """
@@ -9,16 +12,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
 
-from autopar.build import Prepared, apply
-from autopar.passes.lower import Local, lower, with_changes
-from autopar.plan import Collective, Plan
+from autopar.passes.layout import Mesh
+from autopar.passes.lower import Local
+from autopar.plan import Collective
 
 FORWARD, BACKWARD, PROLOGUE, GATHERED, REDUCED = "forward", "backward", "prologue", "parameters", "gradients"
+HIDDEN = (GATHERED, REDUCED)
 
 
 @dataclass(frozen=True)
@@ -44,81 +48,119 @@ OPS = {
 }
 
 
-def count_collectives(local: Local, axis_of: Mapping[str, str]) -> tuple[Collective, ...]:
-    """What one rank takes part in during one step. ``axis_of``: name of a process group -> name of the mesh axis.
+@dataclass(frozen=True)
+class Sent:
+    """One collective of a graph: over ``group``, in the backward or not, of a weight or not."""
 
-    Sorted by axis, kind and phase. An op that communicates inside (a vocabulary-parallel loss) counts as one
-    all-reduce of its result.
+    kind: str
+    group: str
+    nbytes: int
+    backward: bool
+    weight: bool
+
+    def phase(self, forward: str, backward: str) -> str:
+        """One of these two, or that of a weight."""
+        if self.weight:
+            return REDUCED if self.backward else GATHERED
+        return backward if self.backward else forward
+
+
+def count_collectives(
+    local: Local, axis_of: Mapping[str, str], mesh: Mesh | None = None, *, train: bool = True
+) -> tuple[Collective, ...]:
+    """What one rank takes part in during one step. ``axis_of``: name of a process group -> name of the mesh axis;
+    ``mesh``: the wires by which seconds are counted (None: they are not); ``train``: with the backward.
+
+    Sorted by axis, kind and phase.
     """
     found: Counter[tuple[str, str, str]] = Counter()
     size: Counter[tuple[str, str, str]] = Counter()
 
-    def add(graph: fx.GraphModule, grads: set[str], phases: tuple[str, str], repeats: tuple[int, int]) -> None:
-        for kind, group, nbytes, backward in _sends(graph, grads):
-            key = (axis_of[group], kind, phases[backward])
-            found[key] += repeats[backward]
-            size[key] += repeats[backward] * nbytes
+    def add(graph: fx.GraphModule, weights: dict[str, bool], phases: tuple[str, str], repeats: tuple[int, int]) -> None:
+        for sent in sends(graph, weights):
+            key = (axis_of[sent.group], sent.kind, sent.phase(*phases))
+            found[key] += repeats[sent.backward]
+            size[key] += repeats[sent.backward] * sent.nbytes
 
-    microbatches = _microbatches(local)
-    for rows, graph in local.body.items():
-        names = [n.name for n in graph.graph.nodes if n.op == "placeholder"]
-        trainable = {name for name, use in zip(names, local.parameters, strict=False) if use.trainable}
-        times = microbatches[rows]
-        add(graph, trainable, (FORWARD, BACKWARD), (times, times))
+    rows = microbatches(local)
+    for r, graph in local.body.items():
+        names = (n.name for n in graph.graph.nodes if n.op == "placeholder")
+        weights = {name: use.trainable for name, use in zip(names, local.parameters, strict=False)}
+        add(graph, weights, (FORWARD, BACKWARD), (rows[r], rows[r] * train))
     if local.prologue is not None:
-        add(local.prologue, set(), (PROLOGUE, PROLOGUE), (1, 0))
-    count = sum(microbatches.values())
+        add(local.prologue, {}, (PROLOGUE, PROLOGUE), (1, 0))
+    count = sum(rows.values())
     for use in local.parameters:
-        if use.fqn not in local.enter:
-            continue
-        graph = local.enter[use.fqn]
-        grads = {n.name for n in graph.graph.nodes if n.op == "placeholder"} if use.trainable else set()
-        add(graph, grads, (GATHERED, REDUCED), (1, count if use.reduce == "microbatch" else 1))
-    return tuple(
-        Collective(k, axis, found[axis, k, p], size[axis, k, p], p) for axis, k, p in sorted(found) if found[axis, k, p]
-    )
+        if use.fqn in local.enter:
+            graph = local.enter[use.fqn]
+            weights = {n.name: use.trainable for n in graph.graph.nodes if n.op == "placeholder"}
+            add(graph, weights, HIDDEN, (1, (count if use.reduce == "microbatch" else 1) * train))
+    return tuple(_row(key, found[key], size[key], mesh) for key in sorted(found) if found[key])
 
 
-def counted(plan: Plan, prepared: Prepared) -> Plan:
-    """The plan with the collectives of its first rank's program filled in; needs no process group.
-
-    Raises AutoparError where the plan, made elsewhere or edited, does not fit the model.
-    """
-    axes = {axis.name: axis.name for axis in plan.axes}
-    local = lower(with_changes(apply(plan, prepared)), 0, axes)
-    return replace(plan, predicted=replace(plan.predicted, collectives=count_collectives(local, axes)))
+def _row(key: tuple[str, str, str], count: int, nbytes: int, mesh: Mesh | None) -> Collective:
+    axis, kind, phase = key
+    if mesh is None:
+        return Collective(kind, axis, count, nbytes, phase)
+    latency, per_byte = mesh.wire(mesh.index(axis)).of(kind)
+    return Collective(kind, axis, count, nbytes, phase, count * latency + nbytes * per_byte, phase in HIDDEN)
 
 
-def _microbatches(local: Local) -> Counter[int]:
+def microbatches(local: Local) -> Counter[int]:
     """How many microbatches run each body, by rows as `Local.body` has them."""
     time = local.mesh.time
     return Counter({0: 1}) if time is None else Counter(local.mesh.axes[time].rows)
 
 
-def _sends(graph: fx.GraphModule, grads: set[str]) -> Iterator[tuple[str, str, int, bool]]:
-    """(kind, group, bytes, in backward) of every collective of a graph; ``grads``: placeholders that need a
+def sends(graph: fx.GraphModule, weights: Mapping[str, bool]) -> Iterator[Sent]:
+    """Every collective of a graph. ``weights``: the placeholders that are parameters, and whether each needs a
     gradient."""
     needs: set[fx.Node] = set()
+    of_weights: set[fx.Node] = set()
     for node in graph.graph.nodes:
-        if (node.op == "placeholder" and node.name in grads) or (
-            node.op == "call_function"
-            and node.target is not torch.ops.aten.detach.default
-            and any(n in needs for n in node.all_input_nodes)
-        ):
+        if node.op == "placeholder" and node.name in weights:
+            of_weights.add(node)
+            if weights[node.name]:
+                needs.add(node)
+        if node.op != "call_function":
+            continue
+        if node.target is not torch.ops.aten.detach.default and any(n in needs for n in node.all_input_nodes):
             needs.add(node)
-        if node.op != "call_function" or getattr(node.target, "namespace", "") != "autopar":
+        if getattr(node.target, "namespace", "") != "autopar":
             continue
-        arguments = _arguments(node)
-        group = arguments.get("group")
-        if not isinstance(group, str):
-            continue
-        op = OPS.get(node.target._schema.name.split("::")[1], Sends(("all_reduce",)))
-        nbytes = _nbytes(node) * (_ranks(group, arguments) if op.times else 1)
-        for kind in op.forward:
-            yield kind, group, nbytes, False
-        if node in needs:
-            for kind in op.back(str(arguments.get("dual", ""))):
-                yield kind, group, nbytes, True
+        weight = len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in of_weights
+        if weight:
+            of_weights.add(node)
+        yield from _sends(node, node in needs, weight)
+
+
+def _sends(node: fx.Node, needs: bool, weight: bool) -> Iterator[Sent]:
+    arguments = _arguments(node)
+    group = arguments.get("group")
+    if not isinstance(group, str):
+        return
+    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    if name == "cross_entropy_sum_sharded":
+        for nbytes in _of_vocabulary(arguments):
+            yield Sent("all_reduce", group, nbytes, False, False)
+        return
+    op = OPS[name]
+    nbytes = _nbytes(node) * (_ranks(group, arguments) if op.times else 1)
+    for kind in op.forward:
+        yield Sent(kind, group, nbytes, False, weight)
+    for kind in op.back(str(arguments.get("dual", ""))) if needs else ():
+        yield Sent(kind, group, nbytes, True, weight)
+
+
+def _of_vocabulary(arguments: Mapping[str, object]) -> tuple[int, int]:
+    """Bytes of the two all-reduces inside the vocabulary-parallel loss: the largest logit of each row; sums of
+    exponentials, the target's logit and (smoothed) the sum of the row."""
+    logits = arguments["logits"]
+    assert isinstance(logits, fx.Node)
+    val = logits.meta["val"]
+    rows = val.numel() // val.shape[-1] if val.shape[-1] else 0
+    each = rows * max(val.element_size(), 4)
+    return each, each * (3 if arguments["smoothing"] else 2)
 
 
 def _arguments(node: fx.Node) -> dict[str, object]:

@@ -10,14 +10,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.build import Prepared, apply, plan_mesh
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.plan import Plan, Share
+from autopar.run_on_fakes import run_on_fakes
 
 
 @dataclass(frozen=True)
@@ -61,44 +59,16 @@ def _program(plan: Plan, prepared: Prepared, mesh: Mesh) -> Local:
 
 def load(local: Local) -> Load:
     """Count a rank's program by running it on fake tensors."""
-    mesh, flops, saved = local.mesh, 0, 0
+    mesh = local.mesh
     shapes = [u.rest.local_shape(u.shape, mesh, local.coordinates) for u in local.parameters]
     sizes = [torch.Size(s).numel() * u.dtype.itemsize for s, u in zip(shapes, local.parameters, strict=True)]
     rows = (0,) if mesh.time is None else mesh.axes[mesh.time].rows
-    counted = {r: _run(local, graph) for r, graph in local.body.items()}
-    for r in rows:
-        flops += counted[r][0]
-        saved = max(saved, counted[r][1])
-    return Load(flops, sum(sizes), saved)
-
-
-def _run(local: Local, graph: fx.GraphModule) -> tuple[int, int]:
-    kept: dict[int, int] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        trainable = [u.trainable for u in local.parameters]
-        inputs: list[Tensor | int] = []
-        for i, node in enumerate(graph.graph.find_nodes(op="placeholder")):
-            val = node.meta.get("val")
-            if not isinstance(val, Tensor):
-                inputs.append(val)
-                continue
-            fake = torch.empty(val.shape, dtype=val.dtype)
-            inputs.append(fake.requires_grad_(i < len(trainable) and trainable[i]))
-        own = {t.untyped_storage()._cdata for t in inputs if isinstance(t, Tensor)}
-
-        def save(t: Tensor) -> Tensor:
-            storage = t.untyped_storage()
-            if storage._cdata not in own:
-                kept[storage._cdata] = storage.nbytes()
-            return t
-
-        with FlopCounterMode(display=False) as counter, torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
-            loss = graph(*inputs)[0][0]
-        saved = sum(kept.values())
-        with counter:
-            if loss.requires_grad:
-                loss.backward()
-    return counter.get_total_flops(), saved
+    ran = {r: run_on_fakes(local, graph) for r, graph in local.body.items()}
+    return Load(
+        flops=sum(ran[r].flops for r in rows),
+        param_bytes=sum(sizes),
+        saved_bytes=max(r.saved + r.gathered for r in ran.values()),
+    )
 
 
 __all__ = ["Load", "divided", "load"]

@@ -4,7 +4,7 @@ import torch
 from torch import fx
 
 from autopar.count_collectives import count_collectives
-from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.layout import Axis, Layout, Mesh, Wire
 from autopar.passes.lower import Local, ParameterUse
 from autopar.plan import Collective
 from autopar.runtime import collectives  # noqa: F401  registers the ops
@@ -51,24 +51,39 @@ def _count(local):
 
 def test_one_microbatch():
     assert _count(_local(Mesh((Axis("dp", 2), Axis("tp", 2))), [0])) == {
-        ("dp", "all_gather", "forward"): (3, 12 * ROW),
-        ("dp", "reduce_scatter", "backward"): (1, 4 * ROW),
-        ("tp", "reduce_scatter", "forward"): (1, 2 * ROW),
-        ("tp", "all_gather", "backward"): (1, 2 * ROW),
-        ("tp", "all_reduce", "forward"): (1, 2 * ROW),
-        ("tp", "all_reduce", "backward"): (1, 2 * ROW),
-        ("dp", "all_gather", "parameters"): (1, 4 * ROW),
-        ("dp", "reduce_scatter", "gradients"): (1, 4 * ROW),
+        ("dp", "all_gather", "forward"): (1, 4 * ROW),
+        ("dp", "all_gather", "parameters"): (3, 12 * ROW),
+        ("dp", "reduce_scatter", "gradients"): (2, 8 * ROW),
+        ("tp", "reduce_scatter", "parameters"): (1, 2 * ROW),
+        ("tp", "all_gather", "gradients"): (1, 2 * ROW),
+        ("tp", "all_reduce", "parameters"): (1, 2 * ROW),
+        ("tp", "all_reduce", "gradients"): (1, 2 * ROW),
     }
 
 
 def test_each_microbatch_counts():
     mesh = Mesh((Axis("dp", 2), Axis("tp", 2), Axis("time", 3, (4, 4, 2))))
     step, each = (_count(_local(mesh, [4, 2], reduce)) for reduce in ("step", "microbatch"))
-    assert step["dp", "all_gather", "forward"] == (9, 36 * ROW)
-    assert step["dp", "all_gather", "parameters"] == each["dp", "all_gather", "parameters"] == (1, 4 * ROW)
-    assert step["dp", "reduce_scatter", "gradients"] == (1, 4 * ROW)
-    assert each["dp", "reduce_scatter", "gradients"] == (3, 12 * ROW)
+    assert step["dp", "all_gather", "forward"] == (3, 12 * ROW)
+    assert step["dp", "all_gather", "parameters"] == each["dp", "all_gather", "parameters"] == (7, 28 * ROW)
+    assert step["dp", "reduce_scatter", "gradients"] == (3 + 1, 16 * ROW)
+    assert each["dp", "reduce_scatter", "gradients"] == (3 + 3, 24 * ROW)
+
+
+def test_forward_alone():
+    local = _local(Mesh((Axis("dp", 2), Axis("tp", 2))), [0])
+    found = count_collectives(local, {"g": "dp", "t": "tp"}, train=False)
+    assert {c.phase for c in found} == {"forward", "parameters"}
+
+
+def test_seconds_by_the_wire_of_the_axis():
+    slow = Wire((1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, 8.0), 0.0)
+    mesh = Mesh((Axis("dp", 2), Axis("tp", 2, wire=slow)))
+    rows = {(c.axis, c.kind, c.phase): c for c in count_collectives(_local(mesh, [0]), {"g": "dp", "t": "tp"}, mesh)}
+    assert rows["tp", "all_reduce", "gradients"].seconds == 1.0 + 2.0 * 2 * ROW
+    assert rows["tp", "reduce_scatter", "parameters"].seconds == 5.0 + 6.0 * 2 * ROW
+    assert rows["tp", "all_gather", "gradients"].hidden
+    assert rows["dp", "all_gather", "forward"].hidden is False
 
 
 def test_frozen_parameters_have_no_backward():

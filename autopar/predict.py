@@ -1,0 +1,103 @@
+"""`predict`: what a plan should cost, added up over the program that the plan makes of rank 0.
+
+The program is emitted once; bytes come from its shapes, what autograd keeps from a run of it on fake tensors, seconds
+from the ops and changes in it and the cluster's figures. No price of the solver is read: this checks them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from autopar.build import Prepared, apply, plan_mesh
+from autopar.cluster import Chip, Cluster
+from autopar.count_collectives import count_collectives, microbatches
+from autopar.passes.layout import Mesh
+from autopar.passes.lower import Local, Lowerable, lower, with_changes
+from autopar.plan import Plan
+from autopar.predict_bytes import predict_bytes
+from autopar.predict_seconds import Priced, model_flops, moved_in, moved_on_entry, work_of
+from autopar.run_on_fakes import run_on_fakes
+from autopar.solver.cost import adamw, step_time
+from autopar.wires import wire_of
+
+IN_PEAK = (
+    "parameters_bytes",
+    "gradients_bytes",
+    "optimizer_bytes",
+    "saved_bytes",
+    "gathered_step_bytes",
+    "accumulator_bytes",
+    "transient_bytes",
+    "inputs_bytes",
+    "buffers_bytes",
+)
+"""Entries of `Predicted.parts` whose sum is the peak."""
+
+
+def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
+    """The plan with seconds, bytes and collectives of a step filled in; needs no process group.
+
+    ``predicted.parts`` are seconds (``*_s``), bytes of a rank (``*_bytes``), FLOPs of the whole model a step, FLOP/s of
+    all ranks, and ``mfu``, the one over the other. A plan without gradients (eval mode) is a forward alone.
+
+    Raises AutoparError where the plan, made elsewhere or edited, does not fit the model.
+    """
+    axes, train = {axis.name: axis.name for axis in plan.axes}, prepared.captured.training
+    model = with_changes(apply(plan, prepared))
+    local = lower(model, 0, axes)
+    mesh = _with_wires(plan_mesh(plan), plan, cluster)
+    ran = run_on_fakes(local, local.body[max(local.body)], train=train)
+    parts = predict_bytes(local, prepared.captured, ran)
+    parts |= _seconds(plan, model, local, mesh, cluster.chip, train)
+    if not train:
+        parts["transient_bytes"] = ran.live
+    parts["optimizer_s"] = float(adamw(parts["gradients_bytes"], cluster.chip.memory_rate))
+    seconds = step_time(parts["compute_s"] + parts["optimizer_s"], parts["exposed_s"], parts["hidden_s"])
+    parts |= _rates(model_flops(prepared.body, train=train), plan.ranks, cluster.chip, seconds)
+    parts["memory_limit_bytes"] = cluster.limit
+    predicted = replace(
+        plan.predicted,
+        step_time_s=float(seconds),
+        peak_mem_gib=sum(parts[key] for key in IN_PEAK) / 2**30,
+        parts={key: float(parts[key]) for key in sorted(parts)},
+        collectives=count_collectives(local, axes, mesh, train=train),
+    )
+    return replace(plan, predicted=predicted)
+
+
+def _with_wires(mesh: Mesh, plan: Plan, cluster: Cluster) -> Mesh:
+    """The plan's mesh with this cluster's wires; the plan's own decide on ways, not on seconds."""
+    axes = zip(mesh.axes, plan.axes, strict=True)
+    return Mesh(tuple(a if a.is_time else replace(a, wire=wire_of(cluster, a.size, p.stride)) for a, p in axes))
+
+
+def _seconds(plan: Plan, model: Lowerable, local: Local, mesh: Mesh, chip: Chip, train: bool) -> dict[str, float]:
+    """Compute, exposed and hidden seconds of a step, and the working memory."""
+    rows, priced = microbatches(local), Priced(mesh)
+    times = sum(rows.values())
+    share = sum(r * n for r, n in rows.items()) / max(rows) if mesh.time is not None else 1.0
+    work = work_of(model.body, plan, priced, chip, train=train)
+    compute = share * work.seconds
+    moved = moved_in(model.body, plan, mesh, times, train=train) + moved_on_entry(local, mesh, times, train=train)
+    if model.prologue is not None:
+        compute += work_of(model.prologue, plan, priced, chip, train=False).seconds
+        moved += moved_in(model.prologue, plan, mesh, 1, train=False)
+    return {
+        "compute_s": compute,
+        "exposed_s": moved.exposed,
+        "hidden_s": moved.hidden,
+        "transient_bytes": work.transient,
+    }
+
+
+def _rates(flops: Counter[str], ranks: int, chip: Chip, seconds: float) -> dict[str, float]:
+    """Model FLOPs utilisation: FLOPs of the model over what all ranks could do in the same time, in the dtype that has
+    most of them."""
+    total = sum(flops.values())
+    dtype = max(flops, key=lambda d: flops[d], default="fp32")
+    peak = ranks * chip.peak(dtype)
+    return {"model_flops": total, "peak_flops": peak, "mfu": total / (seconds * peak) if seconds else 0.0}
+
+
+__all__ = ["IN_PEAK", "predict"]

@@ -1,0 +1,154 @@
+"""Seconds of a step on one rank, added up over the ops and changes of layout of the emitted program.
+
+Compute is the roofline of every op under its strategy; a change of layout takes what the wire of its axis takes. Those
+of activations are waited for; those of parameters and gradients run beside compute. All figures are of a whole step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import fx
+
+from autopar.cluster import Chip
+from autopar.passes.changes import Step, path, price
+from autopar.passes.completion import is_op
+from autopar.passes.facts import Strategy, Value, fact, operand_nodes, value
+from autopar.passes.insert_changes import change
+from autopar.passes.layout import Mesh
+from autopar.passes.lower import Local
+from autopar.passes.price import Prices, local_bytes, prices
+from autopar.passes.saves import Call, call_of
+from autopar.passes.strategy import strategy
+from autopar.plan import Plan
+from autopar.solver.cost import roofline
+
+FORWARDS = {"use": 2}  # how often a parameter gathered at each use is: autograd lets go of it, backward gathers again
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the ops of a graph take in a microbatch: ``seconds``, and the most working memory (bytes) of any of them,
+    the weights that it has gathered included."""
+
+    seconds: float = 0.0
+    transient: int = 0
+
+
+class Priced:
+    """Prices of ops, equal ops once."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._known: dict[tuple[Call, Strategy], Prices] = {}
+
+    def of(self, node: fx.Node) -> Prices:
+        """The prices of a node under its own strategy."""
+        found = fact(node).strategy
+        assert found is not None, f"{node} has no strategy"
+        key = (call_of(node), found)
+        if key not in self._known:
+            self._known[key] = prices(node, [found], self.mesh)
+        return self._known[key]
+
+
+def work_of(graph: fx.GraphModule, plan: Plan, priced: Priced, chip: Chip, *, train: bool) -> Work:
+    """Add up a body (or prologue) with changes inserted."""
+    seconds, transient = 0.0, 0.0
+    for node in _ops(graph):
+        p = priced.of(node)
+        flops_per_s, bytes_per_s = chip.matmul_rate(p.dtype), chip.memory_rate
+        seconds += float(roofline(p.flops_forward[0], p.moved_forward[0], flops_per_s, bytes_per_s))
+        if train:
+            seconds += float(roofline(p.flops_backward[0], p.moved_backward[0], flops_per_s, bytes_per_s))
+        transient = max(transient, float(p.transient[0]) + _gathered(node, plan, priced.mesh))
+    return Work(seconds, round(transient))
+
+
+def _ops(graph: fx.GraphModule) -> Iterator[fx.Node]:
+    return (n for n in graph.graph.nodes if is_op(n) and n.target is not change)
+
+
+def _gathered(node: fx.Node, plan: Plan, mesh: Mesh) -> int:
+    """Bytes of the weights that are gathered for this op alone."""
+    found, total = fact(node).strategy, 0
+    assert found is not None
+    for operand, layout in zip(operand_nodes(node), found.operands, strict=True):
+        root = _root(operand)
+        if root is not operand and root.op == "get_attr" and _gather(plan, root) == "use":
+            total += local_bytes(value(operand), layout, mesh)
+    return total
+
+
+def _root(node: fx.Node) -> fx.Node:
+    """The tensor of which changes of layout made this one."""
+    while node.target is change:
+        (node,) = operand_nodes(node)
+    return node
+
+
+def _gather(plan: Plan, root: fx.Node) -> str:
+    found = plan.parameters.get(str(root.target))
+    return "never" if found is None else found.gather
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Seconds of a step's changes of layout: waited for, and beside compute."""
+
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.exposed + other.exposed, self.hidden + other.hidden)
+
+
+def moved_in(graph: fx.GraphModule, plan: Plan, mesh: Mesh, times: int, *, train: bool) -> Moved:
+    """Changes of layout in a graph that runs ``times`` a step."""
+    exposed = hidden = 0.0
+    for node in graph.graph.nodes:
+        if node.target is not change:
+            continue
+        forward, backward = _both_ways(node.meta["change"], value(node), mesh, train=train)
+        root = _root(node)
+        if root.op == "get_attr" and str(root.target) in plan.parameters:
+            forwards = FORWARDS.get(_gather(plan, root), 1) if train else 1
+            hidden += times * (forwards * forward + backward)
+        else:
+            exposed += times * (forward + backward)
+    return Moved(exposed, hidden)
+
+
+def moved_on_entry(local: Local, mesh: Mesh, times: int, *, train: bool) -> Moved:
+    """Rest -> entry of all parameters, once a step, and their gradients' way back."""
+    hidden = 0.0
+    for use in local.parameters:
+        if use.fqn not in local.enter:
+            continue
+        v = Value(use.shape, use.dtype, use.trainable)
+        for step in path(use.rest, use.entry, v, local.mesh) or ():
+            forward, backward = _both_ways(step, v, mesh, train=train)
+            hidden += forward + backward * (times if use.reduce == "microbatch" else 1)
+    return Moved(0.0, hidden)
+
+
+def _both_ways(step: Step, v: Value, mesh: Mesh, *, train: bool) -> tuple[float, float]:
+    forward = price(step, replace(v, grad=False), mesh)
+    return forward, price(step, v, mesh) - forward if train else 0.0
+
+
+def model_flops(graph: fx.GraphModule, *, train: bool) -> Counter[str]:
+    """FLOPs of the whole model in one step, by dtype, forward and (``train``) backward, as torch's counter has them."""
+    found: Counter[str] = Counter()
+    alone = Mesh(())
+    for node in _ops(graph):
+        whole = strategy(node, alone, (), ())
+        assert whole is not None
+        p = prices(node, [whole], alone)
+        found[p.dtype] += round(float(p.flops_forward[0]) + (float(p.flops_backward[0]) if train else 0.0))
+    return found
+
+
+__all__ = ["Moved", "Priced", "Work", "model_flops", "moved_in", "moved_on_entry", "work_of"]

@@ -8,12 +8,13 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from autopar.schema import fail
+from autopar.schema import fail, nearest
 
 if TYPE_CHECKING:
     from autopar.plan import Op, Plan
 
 DISPLAY_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")  # torchtitan's
+ROUNDING = 1e-6  # what a bound may be above the objective that it meets
 WIRES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
 WORD = re.compile(r"[RIP]|S(\d+)(\(\d+(\+\d+)*\))?(@\d+)?")  # passes.layout.Layout, without importing torch
 CHOICE = re.compile(r"(I|R)|(factor|linear|special):([^()\s]+)(?:\((\d+(?:\+\d+)*)\))?")
@@ -26,6 +27,9 @@ def check(plan: Plan, where: str) -> None:
     _check_classes(plan, where)
     _check_units(plan, where)
     _check_parameters(plan, where)
+    _check_prediction(plan, where)
+    _check_proof(plan, where)
+    _check_alternatives(plan, where)
 
 
 def _check_axes(plan: Plan, where: str) -> None:
@@ -146,3 +150,44 @@ def _check_layout(text: str, axes: int, ndim: int | None, where: str, path: str)
         if not match or (ndim is not None and match[1] and int(match[1]) >= ndim):
             legal = "S<dim>" if ndim is None else f"S0 to S{ndim - 1}" if ndim else "but no S, as it has no dims"
             raise fail(where, path, f"{word!r} is not legal. Legal: R, I, P, {legal}.")
+
+
+def _check_prediction(plan: Plan, where: str) -> None:
+    predicted, names = plan.predicted, [a.name for a in plan.axes]
+    figures: dict[str, float | None] = {"step_time_s": predicted.step_time_s, "peak_mem_gib": predicted.peak_mem_gib}
+    figures |= {f"parts.{key}": value for key, value in predicted.parts.items()}
+    for i, c in enumerate(predicted.collectives):
+        path = f"collectives[{i}]"
+        if c.axis not in names:
+            raise fail(where, f"$.predicted.{path}.axis", f"there is no axis {c.axis!r}. Legal: {', '.join(names)}.")
+        figures |= {f"{path}.count": c.count, f"{path}.bytes": c.bytes, f"{path}.seconds": c.seconds}
+    _check_positive(figures, where, "$.predicted")
+
+
+def _check_proof(plan: Plan, where: str) -> None:
+    proof = plan.proof
+    _check_positive({"objective": proof.objective, "bound": proof.bound}, where, "$.proof")
+    if proof.gap is not None and not -ROUNDING <= proof.gap <= 1:
+        raise fail(
+            where, "$.proof.gap", f"{proof.gap} is no gap. Legal: a fraction from 0 to 1 (0.01 is 1 %), or null."
+        )
+    if proof.objective is not None and proof.bound is not None and proof.bound > proof.objective * (1 + ROUNDING):
+        raise fail(where, "$.proof.bound", f"{proof.bound} is above the objective, {proof.objective}.")
+
+
+def _check_alternatives(plan: Plan, where: str) -> None:
+    from autopar.pins import KEYS, LAYOUT
+
+    for i, other in enumerate(plan.alternatives):
+        path = f"$.alternatives[{i}]"
+        _check_positive({"step_time_s": other.step_time_s, "peak_mem_gib": other.peak_mem_gib}, where, path)
+        for key in other.pins:
+            if key not in KEYS and not key.startswith(LAYOUT):
+                legal = f"Legal: {', '.join(KEYS)}, {LAYOUT}<FQN>."
+                raise fail(where, f"{path}.pins", f"unknown pin {key!r}{nearest(key, KEYS) or '.'} {legal}")
+
+
+def _check_positive(figures: dict[str, float | None], where: str, path: str) -> None:
+    for name, value in figures.items():
+        if value is not None and value < 0:
+            raise fail(where, f"{path}.{name}", f"{value} is less than nothing. Legal: 0 or more.")

@@ -10,6 +10,7 @@ torch.Size([])
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +34,7 @@ class LlamaConfig:
     tied: bool = False  # whether the head is the token embedding
 
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SIZES = {
     "tiny": LlamaConfig(vocabulary=256, width=64, hidden=128, layers=2, heads=8, kv_heads=4),
     "llama-2-7b": LlamaConfig(vocabulary=32000, hidden=11008, kv_heads=32, theta=10000.0),
@@ -169,14 +171,23 @@ class Llama(nn.Module):
 
 
 def make(
-    size: str = "tiny", layers: int = 0, batch: int = 8, sequence: int = 16, seed: int = 0
+    size: str = "tiny",
+    layers: int = 0,
+    batch: int = 8,
+    sequence: int = 16,
+    seed: int = 0,
+    dtype: str = "fp32",
+    meta: bool = False,
 ) -> tuple[Llama, tuple[Tensor, Tensor], dict[str, Any]]:
     """A model with random weights, and ids and labels ``[batch, sequence]``.
 
-    ``size``: a key of `SIZES`; ``layers``: 0 for as many as published.
+    ``size``: a key of `SIZES`; ``layers``: 0 for as many as published. ``dtype``: a key of `DTYPES`.
+    ``meta``: on the meta device, without values: for models that are planned, not run.
     """
     config = SIZES[size]
     config = replace(config, layers=layers or config.layers)
     torch.manual_seed(seed)
-    tokens = torch.randint(config.vocabulary, (batch, sequence + 1), device="cpu")
-    return Llama(config), (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), {}
+    tokens = torch.randint(config.vocabulary, (batch, sequence + 1), device="meta" if meta else "cpu")
+    with torch.device("meta") if meta else nullcontext():
+        model = Llama(config).to(DTYPES[dtype])
+    return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), {}

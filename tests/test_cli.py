@@ -4,14 +4,14 @@ import json
 import subprocess
 import sys
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 import autopar
 from autopar.cli import main
-from autopar.errors import AutoparError
-from autopar.plan import ClusterId, ModelId, Plan, PlanAxis
+from autopar.errors import AutoparError, NothingFits
+from autopar.plan import Alternative, ClusterId, ModelId, Plan, PlanAxis, Predicted, Proof
 
 MLP = "autopar.models.mlp:make"
 
@@ -66,18 +66,29 @@ def verify(monkeypatch):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """`autopar.compile` gives one plan and keeps its ``calls``."""
-    calls = []
+    """`autopar.compile` gives ``plan`` and keeps its ``calls``; other ``answers`` by the text of the pins: a plan, or
+    an exception to raise."""
     plan = Plan(
         ModelId("sha256:ab", "MLP"), ClusterId(ranks_per_node=2), (PlanAxis("tp", 2, "host", 1, ("tp",)),), {"tp": 2}
     )
+    found = types.SimpleNamespace(calls=[], plan=plan, answers={})
 
     def compile(model, cluster, **options):
-        calls.append((model, cluster, options))
-        return types.SimpleNamespace(detailed_plan=lambda: plan)
+        found.calls.append((model, cluster, options))
+        answer = found.answers.get(options["pins"].text(), plan)
+        if isinstance(answer, BaseException):
+            raise answer
+        return types.SimpleNamespace(detailed_plan=lambda: answer, plan=answer)
 
     monkeypatch.setitem(vars(autopar), "compile", compile)
-    return types.SimpleNamespace(calls=calls, plan=plan)
+    return found
+
+
+def _predicted(plan, step, gib, limit=4.0, **seconds):
+    """The plan with a prediction: seconds a step, GiB of ``limit``."""
+    kinds = {"compute_s": step, "exposed_s": 0.0, "hidden_s": 0.0, "optimizer_s": 0.0} | seconds
+    parts = kinds | {"saved_bytes": gib * 2**30, "memory_limit_bytes": limit * 2**30}
+    return replace(plan, predicted=Predicted(step, gib, parts))
 
 
 def test_verify_that_is_equal(verify, capsys):
@@ -245,8 +256,124 @@ def test_explain_a_model_and_a_file(compiled, tmp_path, capsys):
     assert {"step_time_s", "peak_mem_gib", "parts"} <= set(found["predicted"])
 
 
+KEYS = {"fits", "mesh", "microbatches", "predicted", "proof"}
+
+
+def test_plan_and_explain_have_the_same_keys_on_top(compiled, capsys):
+    compiled.answers["no pins"] = _predicted(compiled.plan, 1.0, 2.0)
+    for command in ("plan", "explain"):
+        assert main([command, MLP, "--ranks", "2", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert set(found) >= KEYS and found["fits"] is True and found["predicted"]["peak_mem_gib"] == 2.0
+
+
+def test_why_not_prices_other_plans(compiled, capsys):
+    base = compiled.plan
+    compiled.answers["zero=1"] = _predicted(base, 1.0, 2.0)
+    dp = replace(base, axes=(PlanAxis("dp", 2, "host", 1, ("dp_shard",)),), mesh={"dp_shard": 2})
+    compiled.answers["dp=2 zero=3"] = _predicted(dp, 1.25, 3.0, compute_s=1.0, exposed_s=0.25)
+    compiled.answers["tp=2 zero=2"] = NothingFits("no plan fits: 5.0 GiB of 4.0.", _predicted(dp, 1.5, 5.0))
+    words = ["explain", MLP, "--ranks", "2", "--pin", "zero=1"]
+    words += ["--why-not", "dp=2,zero=3", "--why-not", "tp=2 zero=2", "--why-not", "tp=3", "--why-not", "zero=1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[:2] for line in text.split("Why not\n")[1].splitlines()[1:5]] == [
+        ["dp=2", "zero=3"], ["tp=2", "zero=2"], ["tp=3", "illegal"], ["zero=1", "fits"],
+    ]  # fmt: skip
+    for expected in (
+        "+25.0 %",
+        "compute, 80.0 % of the step; exposed +250 ms",
+        "memory: 1.0 GiB too much",
+        "too large",
+    ):
+        assert expected in text
+    assert "tp=3 does not divide 2 ranks. Legal: tp=1, tp=2." in text and "this is the chosen plan" in text
+    assert main([*words, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["why_not"]
+    assert [r["answer"] for r in rows] == ["fits", "too large", "illegal", "fits"]
+    assert [r["difference"] for r in rows] == [0.25, 0.5, None, 0.0]
+    assert rows[0]["step_time_s"] == 1.25 and rows[1]["error"] == "no plan fits: 5.0 GiB of 4.0."
+    assert [c[2]["pins"].text() for c in compiled.calls[:3]] == ["zero=1", "dp=2 zero=3", "tp=2 zero=2"]
+
+
+def test_why_not_takes_pins_whose_values_have_commas(compiled, capsys):
+    from autopar.cli_plan import _pins
+
+    assert _pins("layout.fc.weight=tp:S0,dp:R tp=2,  zero=3") == ["layout.fc.weight=tp:S0,dp:R", "tp=2", "zero=3"]
+
+
+def test_nothing_fits(compiled, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    closest = replace(
+        _predicted(compiled.plan, 1.0, 5.0), alternatives=(Alternative("nearest", "nodes=2", {}, 0.5, 3.0),)
+    )
+    compiled.answers["no pins"] = NothingFits("no plan fits: 5.0 GiB of 4.0 (saved). Nearest: nodes=2.", closest)
+    line = "autopar: no plan fits: 5.0 GiB of 4.0 (saved). Nearest: nodes=2.\n"
+    assert main(["plan", MLP, "--ranks", "2", "--out", "plan.json"]) == 1
+    assert capsys.readouterr() == ("", line) and not list(tmp_path.iterdir())
+    assert main(["explain", MLP, "--ranks", "2"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == line and "NO: 5.0 of 4.0 GiB a rank" in captured.out
+    assert "Nearest changes that fit" in captured.out and "nodes=2" in captured.out
+    for command in ("plan", "explain"):
+        assert main([command, MLP, "--ranks", "2", "--json"]) == 1
+        captured = capsys.readouterr()
+        found = json.loads(captured.out)
+        assert set(found) >= {*KEYS, "error"} and found["fits"] is False and captured.err == line
+        assert found["predicted"]["peak_mem_gib"] == 5.0 and line == f"autopar: {found['error']}\n"
+
+
+def test_nothing_fits_and_there_is_no_closest_plan(compiled, capsys):
+    compiled.answers["no pins"] = NothingFits("no plan fits: parameters alone need 5.0 GiB of 4.0.", None)
+    for command in ("plan", "explain"):
+        assert main([command, MLP, "--ranks", "2", "--json"]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert found["fits"] is False and set(found) >= {*KEYS, "error"}
+        assert set(found["predicted"]) >= {"step_time_s", "peak_mem_gib", "parts"}
+
+
+def test_check_a_plan(compiled, tmp_path, capsys):
+    plan = replace(_predicted(compiled.plan, 1.0, 2.0), proof=Proof(1.0, 0.99, 1 - 0.99))
+    plan.save(tmp_path / "plan.json")
+    assert main(["check", str(tmp_path / "plan.json")]) == 0
+    out = capsys.readouterr().out
+    assert "every check passed" in out and "gap = 1 - bound / objective: 0.01" in out and "sum of bytes" in out
+    assert main(["check", str(tmp_path / "plan.json"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is True and all(row["ok"] for row in found["checked"]) and len(found["checked"]) == 7
+
+
 @pytest.mark.parametrize(
-    "words", [["--help"], ["verify", "--help"], ["plan", "--help"], ["explain", "--help"], ["--version"]]
+    ("change", "said"),
+    [
+        ({"predicted": {"peak_mem_gib": 1.0}}, "peak_mem_gib = sum of bytes / 2**30: 1, but that is 2"),
+        ({"predicted": {"step_time_s": 0.5}}, "max(compute + optimizer, hidden): 0.5, but that is 1"),
+        ({"predicted": {"step_time_s": None}}, "max(compute + optimizer, hidden): unknown, but that is 1"),
+        ({"proof": {"gap": 0.001}}, "gap = 1 - bound / objective: 0.001, but that is 0.01"),
+        ({"proof": {"bound": None}}, "gap = 1 - bound / objective: 0.01, but that is unknown"),
+    ],
+)
+def test_check_finds_edited_figures(change, said, compiled, tmp_path, capsys):
+    data = replace(_predicted(compiled.plan, 1.0, 2.0), proof=Proof(1.0, 0.99, 1 - 0.99)).to_json()
+    for key, values in change.items():
+        data[key] |= values
+    (tmp_path / "plan.json").write_text(json.dumps(data))
+    assert main(["check", str(tmp_path / "plan.json")]) == 1
+    out = capsys.readouterr().out
+    assert "NOT what it says" in out and "DIFFERS  " in out and said in out
+
+
+def test_a_model_of_meta_tensors(compiled):
+    words = ["--set", "size=llama-3-8b", "--set", "meta=true", "--set", "dtype=bf16", "--set", "sequence=8192"]
+    assert main(["plan", "autopar.models.llama:make", "--ranks", "2", "--json", *words]) == 0
+    model, _, options = compiled.calls[0]
+    assert {p.device.type for p in model.parameters()} == {"meta"} and options["args"][0].shape == (8, 8192)
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--help"], ["verify", "--help"], ["plan", "--help"], ["explain", "--help"], ["check", "--help"], ["--version"]],
 )
 def test_help_exits_0(words, capsys):
     with pytest.raises(SystemExit) as stop:

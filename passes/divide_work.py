@@ -100,10 +100,10 @@ class _Search:
         last = {n: max((place[u] for u in n.users), default=-1) for n in nodes}
         beam = [Partial(0.0, 0.0, (), None, None, None)]
         for at, node in enumerate(nodes):
+            if node in self.parameters:
+                continue  # nothing is known of it before its first reader: see _decide
             if node in self.state.leaves:
-                known = None if node in self.parameters else self.state.leaves[node]
-                beam = [self._with(p, p.price, [self._fresh(node, known)], node, None) for p in beam]
-                self.live.append(node)
+                beam = self._grown(beam, [node], self._fresh(node, self.state.leaves[node]))
             elif is_op(node):
                 beam = self._decide(node, beam)
             elif node.op == "output":
@@ -131,9 +131,7 @@ class _Search:
         except ValueError:
             return base
 
-    def _fresh(self, node: fx.Node, layout: Layout | None) -> Live | None:
-        if layout is None:
-            return None
+    def _fresh(self, node: fx.Node, layout: Layout) -> Live:
         layout = settle(layout, value(node), self.mesh)
         return self._live(value(node), layout, frozenset((layout,)))
 
@@ -166,6 +164,8 @@ class _Search:
 
     def _decide(self, node: fx.Node, beam: list[Partial]) -> list[Partial]:
         parts = list(self.proposals.get(node, ()))
+        unread = dict.fromkeys(o for o in operand_nodes(node) if o in self.parameters and o not in self.live)
+        beam = self._grown(beam, list(unread), None)
         index = {t: i for i, t in enumerate(self.live)}
         operands = [(index[o], o) for o in operand_nodes(node)]
         found = rule(node)
@@ -183,7 +183,8 @@ class _Search:
         after: dict[tuple[Live | None, ...], tuple[float, Partial, tuple[Choice, Strategy]]] = {}
         for choice, plan in options:
             own = own_cost(node, choice, plan, self.axis, self.n)
-            new = [self._fresh(r, layout) for r, layout in zip(results, plan.results, strict=True) if r is not None]
+            left = zip(results, plan.results, strict=True)
+            new = [self._fresh(r, layout) for r, layout in left if r is not None and layout is not None]
             read: dict[tuple[int, Live | None], tuple[float, Live]] = {}
             for partial in beam:
                 price, live = partial.price + own, [*partial.live, *new]
@@ -218,8 +219,13 @@ class _Search:
             done.append(Partial(p.rank, p.price + price, p.live, p, None, None))
         return done
 
-    def _with(self, p: Partial, price: float, new: list[Live | None], node: fx.Node, option: None) -> Partial:
-        return Partial(p.rank, price, (*p.live, *new), p, None, option)
+    def _grown(self, beam: list[Partial], nodes: list[fx.Node], held: Live | None) -> list[Partial]:
+        """The assignments with more live tensors, all left alike."""
+        if not nodes:
+            return beam
+        self.live += nodes
+        more = (held,) * len(nodes)
+        return [Partial(p.rank, p.price, (*p.live, *more), p.parent, p.node, p.option) for p in beam]
 
     def _drop(self, dead: list[fx.Node], beam: list[Partial]) -> list[Partial]:
         """Forget tensors that nothing reads any more; equal remainders are one."""
@@ -266,7 +272,7 @@ def own_cost(node: fx.Node, choice: Choice, plan: Strategy, axis: int, n: int) -
 
 def flops(node: fx.Node) -> float:
     """FLOPs of the whole op, forward, as torch's counter has them (matmul, attention, convolution; else 0)."""
-    if not _counted(node.target):
+    if not has_flops(node.target):
         return 0.0
     if "autopar_flops" not in node.meta:
         from torch.utils._pytree import tree_map
@@ -280,7 +286,8 @@ def flops(node: fx.Node) -> float:
 
 
 @lru_cache(maxsize=1 << 10)
-def _counted(target: Any) -> bool:
+def has_flops(target: Any) -> bool:
+    """Whether torch's flop counter may count the op."""
     name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
     return name in {"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "addbmm", "bilinear"} or (
         "conv" in name or "attention" in name

@@ -64,7 +64,7 @@ def _proof(plan: Plan) -> Iterator[Checked]:
     proof = plan.proof
     if proof.gap is not None:
         known = proof.objective and proof.bound is not None
-        gap = 1 - proof.bound / proof.objective if known and proof.bound is not None and proof.objective else None
+        gap = max(0.0, 1 - proof.bound / proof.objective) if known and proof.bound and proof.objective else None
         yield Checked("gap = 1 - bound / objective", proof.gap, gap)
 
 

@@ -12,6 +12,7 @@ from autopar.cli_flags import DONE, NO
 from autopar.errors import AutoparError
 from autopar.explain.quantities import several
 from autopar.plan import Plan
+from autopar.schema import write
 
 
 def add(commands: Any) -> None:
@@ -62,4 +63,14 @@ def _form(plan: Plan) -> list[str]:
 
 
 def _proof(plan: Plan, path: str) -> list[Line]:
-    raise AutoparError(f"--problem {path}: cannot be read yet.")
+    from autopar.solver.check_proof import check
+
+    entries = plan.proof.scope.get("pruned")
+    if plan.proof.bound is None or not isinstance(entries, list):
+        raise AutoparError(
+            "--proof: the plan has no bound (its layouts were pinned, or nothing fits). Leave --proof out."
+        )
+    differences = check(write(plan.proof), path)
+    if differences:
+        return [Line(False, text) for text in differences]
+    return [Line(True, f"{several(len(entries), 'bound')}, objective and gap: found again from {path}")]

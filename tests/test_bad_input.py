@@ -13,7 +13,23 @@ from autopar.cli import main
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.pins import Pins, resolve
-from autopar.plan import ModelId, Plan, from_json
+from autopar.plan import (
+    Alternative,
+    ClusterId,
+    Collective,
+    Extra,
+    ModelId,
+    Op,
+    Parameter,
+    Plan,
+    PlanAxis,
+    PlanClass,
+    Predicted,
+    Proof,
+    Stage,
+    Unit,
+    from_json,
+)
 
 MLP = "autopar.models.mlp:make"
 MODELS = {
@@ -85,6 +101,24 @@ MODELS = {
 }
 
 
+WIRE = {"all_reduce": (1e-5, 1e-11), "all_gather": (1e-5, 1e-11), "reduce_scatter": (1e-5, 1e-11)}
+WIRE |= {"all_to_all": (1e-5, 1e-11), "copy": (0.0, 1e-12)}
+WHOLE = Plan(  # something in every field that is edited below
+    ModelId("sha256:0"),
+    ClusterId(ranks_per_node=2),
+    axes=(PlanAxis("a0", 2, "host", 1, ("tp",), WIRE),),
+    mesh={"tp": 2},
+    units=(Unit("h.0", 0), Unit("h.1", 0)),
+    classes=(PlanClass("h.0", (Op(0, "aten.linear.default", "h.0.fc", ("factor:o",), (0,)),), (Extra(0, "S0"),)),),
+    stages=(Stage(0, 2),),
+    batch=8,
+    parameters={"h.0.fc.weight": Parameter((4, 4), "S0", "S0")},
+    predicted=Predicted(1.0, 2.0, {"saved_bytes": 2.0**31}, (Collective("all_reduce", "a0", 2, 64),)),
+    proof=Proof(1.0, 0.99, 0.01, {"axes": "at most 2", "pruned": []}),
+    alternatives=(Alternative("next", "tp=1", {"tp": "1"}, 1.5, 3.0),),
+)
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     import textwrap
@@ -93,6 +127,11 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / name).write_text(textwrap.dedent(text))
     plan = json.loads(Plan(ModelId("sha256:0")).dumps())
     (tmp_path / "plan.json").write_text(json.dumps(plan))
+    (tmp_path / "whole.json").write_text(WHOLE.dumps())
+    (tmp_path / "half.json").write_text(WHOLE.dumps()[:700])
+    (tmp_path / "twice.json").write_text('{"schema": 1, "schema": 1}')
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "problem.npz").write_text("no zip")
     (tmp_path / "newer.json").write_text(json.dumps(plan | {"schema": 99}))
     (tmp_path / "typo.json").write_text(json.dumps(plan | {"microbatch": 2}))
     (tmp_path / "value.json").write_text(json.dumps(plan | {"microbatches": "two"}))
@@ -245,6 +284,63 @@ COMMANDS = {
     ),
     "a plan with a wrong value": ("explain value.json", 'value.json: at $.microbatches: "two" is not an integer'),
     "a pin for a finished plan": ("explain plan.json --pin tp=2", "--pin: plan.json is a finished plan"),
+    "half a plan": ("check half.json", "plan: half.json is not JSON"),
+    "a plan with a key twice": ("check twice.json", "the key 'schema' stands twice"),
+    "a plan of bytes": ("check bytes.json", "plan: cannot read bytes.json"),
+    "a folder for a plan": ("check .", "plan: cannot read . (Is a directory)"),
+    "a cluster for a finished plan": (
+        "explain plan.json --cluster h100-dgx",
+        "--cluster: plan.json is a finished plan",
+    ),
+    "nodes for a finished plan": ("explain plan.json --nodes 2", "--nodes: plan.json is a finished plan"),
+    # check
+    "check of nothing": ("check", "the following arguments are required: PLAN"),
+    "check of no file": ("check nowhere.json", "plan: no such file: nowhere.json"),
+    "check of a model": (f"check {MLP}", f"plan: no such file: {MLP}"),
+    "a proof without problem": ("check whole.json --proof", "--proof: needs --problem"),
+    "a proof of a pinned plan": ("check plan.json --proof --problem problem.npz", "--proof: the plan has no bound"),
+    "a problem without proof": ("check whole.json --problem problem.npz", "--problem: needs --proof"),
+    "no such problem": ("check whole.json --proof --problem nowhere.npz", "no such file: nowhere.npz"),
+    "a problem that is none": (
+        "check whole.json --proof --problem problem.npz",
+        "problem file problem.npz: is no saved search",
+    ),
+    # other plans, problems and files to write
+    "why not of a finished plan": (
+        "explain plan.json --why-not tp=2",
+        "--why-not: plan.json is a finished plan, other",
+    ),
+    "why not nothing": (f"explain {MLP} --ranks 2 --why-not", "argument --why-not: expected one argument"),
+    "why not an empty word": (
+        ["explain", MLP, "--ranks", "2", "--why-not", " , "],
+        "--why-not: names no pin. Example:",
+    ),
+    "why not a word": (f"explain {MLP} --ranks 2 --why-not tensor", "pin 'tensor': is not KEY=VALUE"),
+    "why not a misspelt pin": (f"explain {MLP} --ranks 2 --why-not tpp=2", "unknown key 'tpp', did you mean 'tp'?"),
+    "why not no number": (f"explain {MLP} --ranks 2 --why-not zero=x,tp=2", "pin zero=x: not a legal value"),
+    "why not a pin twice": (f"explain {MLP} --ranks 2 --why-not tp=1,tp=2", "'tp' is pinned twice"),
+    "why not for plan": (f"plan {MLP} --why-not tp=2", "unrecognized arguments: --why-not tp=2"),
+    "a problem in no folder": (f"plan {MLP} --problem no/where.npz", "--problem no/where.npz: there is no folder no"),
+    "a problem of another ending": (f"plan {MLP} --problem x.json", "--problem x.json: must end in .npz"),
+    "a plan in no folder": (f"plan {MLP} --out no/plan.json", "--out no/plan.json: there is no folder no"),
+    "a plan that is a folder": (f"plan {MLP} --out .", "--out .: is a folder"),
+    "a problem of a pinned plan": (
+        f"plan {MLP} --ranks 2 --pin tp=2 --problem x.npz",
+        "--problem x.npz: the plan was pinned, not solved",
+    ),
+    "a batch of no rows": (f"plan {MLP} --ranks 2 --global-batch 0", "batch: 0 is not a number of rows"),
+    "a negative batch": (f"explain {MLP} --ranks 2 --global-batch -8", "batch: -8 is not a number of rows"),
+    "a batch that is no number": (f"plan {MLP} --global-batch many", "invalid int value: 'many'"),
+    "a batch that pinned dp does not divide": (
+        f"plan {MLP} --cluster h100-dgx --pin dp=8 --global-batch 12",
+        "dp=8 does not divide the batch of 12 rows",
+    ),
+    "negative nodes": (f"plan {MLP} --cluster h100-dgx --nodes -1", "nodes=-1 is not a number of nodes"),
+    "nodes that are no number": (f"plan {MLP} --cluster h100-dgx --nodes 1.5", "invalid int value: '1.5'"),
+    "tp that the cluster does not have": (
+        f"plan {MLP} --cluster h100-dgx --pin tp=16",
+        "tp=16 does not divide 8 ranks. Legal: tp=1, tp=2, tp=4, tp=8",
+    ),
     "plans that are no list": (
         f"verify {MLP} --ranks 2 --plans plan.json",
         "--plans plan.json: is not a list of objects",
@@ -269,8 +365,65 @@ COMMANDS = {
 @pytest.mark.parametrize("kind", COMMANDS)
 def test_command(kind, folder, capsys):
     words, expected = COMMANDS[kind]
-    line = _refused(words.split(), capsys)
+    line = _refused(words.split() if isinstance(words, str) else words, capsys)
     assert expected in line or re.search(expected, line), line
+
+
+EDITS = {  # where, what stands there afterwards (KeyError: nothing), what is said
+    "a negative wire": ("axes.0.wire.copy", [0, -1.0], '$.axes[0].wire.copy: [0.0, -1.0] has a negative time'),
+    "a wire too few": ("axes.0.wire.copy", KeyError, "$.axes[0].wire: has the keys ['all_gather', 'all_reduce'"),
+    "a wire of three numbers": ("axes.0.wire.copy", [0, 0, 0], "$.axes[0].wire.copy: "),
+    "a wire that is text": ("axes.0.wire.copy", ["0", 0], '$.axes[0].wire.copy[0]: "0" is not a number'),
+    "an unknown use of an axis": ("axes.0.display", ["zp"], "$.axes[0].display: 'zp' is not legal. Legal: pp,"),
+    "ranks that the cluster lacks": ("cluster.ranks_per_node", 1, "$.axes: make 2 ranks, the cluster has 1"),
+    "a mesh of other sizes": ("mesh.tp", 4, "$.mesh: makes 4 ranks, the axes make 2"),
+    "a unit of no class": ("units.1.kind", 7, "$.units[1].kind: there is no class 7. Legal: 0 to 0"),
+    "stages that leave units out": ("stages.0.first", 1, "$.stages[0]: [1, 2) does not continue at unit 0"),
+    "stages beyond the units": ("stages.0.last", 9, "$.stages[0]: [0, 9) does not continue"),
+    "an op out of place": ("classes.0.ops.0.index", 4, "$.classes[0].ops[0].index: 4 is not the op's place"),
+    "a choice too many": ("classes.0.ops.0.choices", ["I", "I"], "ops[0].choices: has 2 choices for 1 axes"),
+    "a choice there is not": ("classes.0.ops.0.choices.0", "cut", "ops[0].choices[0]: 'cut' is not legal"),
+    "a copy of no op": ("classes.0.extra.0.of", 3, "$.classes[0].extra[0].of: there is no op 3. Legal: 0 to 0"),
+    "a copy in no layout": ("classes.0.extra.0.layout", "S", "$.classes[0].extra[0].layout: 'S' is not legal"),
+    "a lifetime there is not": ("parameters.h.gather", "often", '.gather: "often" is not legal. Legal: "never",'),
+    "a rest that is not use": ("parameters.h.rest", "I", '.gather: "never", but rest \'I\' is not use \'S0\''),
+    "a batch of no rows": ("batch", 0, "$.batch: 0 is not legal. Legal: a multiple of 1"),
+    "microbatches of nothing": ("microbatches", 0, "$.microbatches: 0 is not a count"),
+    "a step in no time": ("predicted.step_time_s", -1, "$.predicted.step_time_s: -1.0 is less than nothing"),
+    "a peak that is text": ("predicted.peak_mem_gib", "2", '$.predicted.peak_mem_gib: "2" is not'),
+    "bytes below zero": ("predicted.parts.saved_bytes", -1, "$.predicted.parts.saved_bytes: -1.0 is less than"),
+    "a collective on no axis": ("predicted.collectives.0.axis", "z", "[0].axis: there is no axis 'z'. Legal: a0"),
+    "half a collective": ("predicted.collectives.0.count", 0.5, "$.predicted.collectives[0].count: 0.5 is not an int"),
+    "a gap in percent": ("proof.gap", 99.0, "$.proof.gap: 99.0 is no gap. Legal: a fraction from 0 to 1"),
+    "a bound above the objective": ("proof.bound", 1.5, "$.proof.bound: 1.5 is above the objective, 1.0"),
+    "a scope that is a list": ("proof.scope", [], "$.proof.scope: a JSON list is not an object"),
+    "an unknown key of the proof": ("proof.gaps", 0, "$.proof: unknown key 'gaps', did you mean 'gap'?"),
+    "an alternative of no kind": ("alternatives.0.kind", "best", '"best" is not legal. Legal: "next", "nearest"'),
+    "an alternative with no pin": ("alternatives.0.pins.tpp", "2", "alternatives[0].pins: unknown pin 'tpp', did you"),
+    "an alternative in no time": ("alternatives.0.step_time_s", -2, "$.alternatives[0].step_time_s: -2.0 is less"),
+    "fits in words": ("fits", "yes", '$.fits: "yes" is not legal. Legal: true, false, null'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", EDITS)
+@pytest.mark.parametrize("command", ["check", "explain"])
+def test_edited_plan(kind, command, folder, capsys):
+    where, value, expected = EDITS[kind]
+    data = at = WHOLE.to_json()
+    *path, last = [int(key) if key.isdecimal() else key for key in where.split(".")]
+    for key in path:
+        at = at["h.0.fc.weight"] if key == "h" else at[key]
+    if value is KeyError:
+        del at[last]
+    else:
+        at[last] = value
+    (folder / "edited.json").write_text(json.dumps(data))
+    line = _refused([command, "edited.json"], capsys)
+    assert line.startswith("autopar: edited.json: at $") and expected in line, line
+
+
+def test_the_plan_that_is_edited_is_legal(folder, capsys):
+    assert main(["check", "whole.json"]) == 0 and main(["explain", "whole.json"]) == 0
 
 
 def _net(width=4):

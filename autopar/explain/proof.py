@@ -13,10 +13,12 @@ from autopar.plan import Plan
 
 BY = {
     "illegal": "illegal for this model",
-    "memory": "cannot fit: a bound on their bytes",
-    "roofline": "slower by their compute alone",
-    "multipliers": "slower by the Lagrangian bound",
-    "solved": "solved, and slower",
+    "memory": "cannot fit, by a bound on their bytes",
+    "roofline": "slower by a bound on compute and communication alone",
+    "multipliers": "slower by the Lagrangian bound at other multipliers",
+    "dominated": "no faster than fewer microbatches on the same mesh",
+    "solved": "solved in full, the chosen one among them",
+    "open": "not finished: bounded only",
 }
 SHOWN = 8  # meshes, numbers of microbatches
 
@@ -60,10 +62,14 @@ def _scope(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 def _pruned(rows: list[Any]) -> Iterator[tuple[str, str]]:
     given = [row for row in rows if isinstance(row, Mapping)]
     counts = Counter(str(row.get("by")) for row in given)
-    yield "candidates left", f"{len(given):,} (mesh, microbatches) pairs beside the chosen one"
+    yield "candidates", f"{len(given):,} pairs of a mesh and a number of microbatches"
     for by in sorted(counts, key=lambda by: (list(BY).index(by) if by in BY else len(BY), by)):
         bounds = [row["bound"] for row in given if row.get("by") == by and isinstance(row.get("bound"), (int, float))]
-        closest = f"; the closest: {seconds_text(min(bounds))}" if bounds and by in ("roofline", "multipliers") else ""
+        closest = (
+            f"; the closest: {seconds_text(min(bounds))}"
+            if bounds and by in ("roofline", "multipliers", "dominated")
+            else ""
+        )
         yield f"by {by}", f"{counts[by]:,} {BY.get(by, '')}{closest}".rstrip()
 
 

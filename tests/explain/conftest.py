@@ -90,7 +90,8 @@ SCOPE = {
     "generated": 12345,
     "dropped": {"dominated": 120},
     "pruned": [
-        {"mesh": [[64, 1]], "microbatches": 1, "by": "memory", "bound": 9.1},
+        {"mesh": [[8, 8], [8, 1]], "microbatches": 2, "by": "solved", "bound": 7.58},
+        {"mesh": [[64, 1]], "microbatches": 1, "by": "memory", "bound": None},
         {"mesh": [[64, 1]], "microbatches": 2, "by": "multipliers", "bound": 7.9},
         {"mesh": [[16, 4], [4, 1]], "microbatches": 1, "by": "multipliers", "bound": 8.25},
     ],

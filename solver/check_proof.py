@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import inf
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +278,7 @@ def _largest(sums: tuple[tuple[tuple[str, float, float], ...], ...]) -> float:
 
 
 def _equal(a: float, b: float) -> bool:
-    return a == b or abs(a - b) <= ROUNDING * max(abs(a), abs(b))
+    return a == b or (isfinite(a) and isfinite(b) and abs(a - b) <= ROUNDING * max(abs(a), abs(b)))
 
 
 def _float(value: Any) -> float:

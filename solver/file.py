@@ -93,13 +93,13 @@ def of_search(found: Found[Problem], memory_limit: float) -> Saved:
             Record(
                 candidate=o.candidate,
                 status=o.status,
-                bound=o.bound,
-                seconds=o.seconds,
+                bound=float(o.bound),
+                seconds=float(o.seconds),
                 why=o.why,
                 quick=o.quick,
-                multipliers=tuple((m.alpha, m.per_byte, m.low, m.high, m.time) for m in o.multipliers or ()),
+                multipliers=tuple(_weights(m) for m in o.multipliers or ()),
                 source=o.source,
-                integer=o.answer is not None and o.answer.multipliers_bound < o.answer.bound < inf,
+                integer=o.answer is not None and bool(o.answer.multipliers_bound < o.answer.bound < inf),
                 problem=o.problem if posed else None,
                 assignment=o.answer.assignment if o.seconds < inf else None,
             )
@@ -134,7 +134,7 @@ def save(path: str | Path, saved: Saved) -> None:
 def load(path: str | Path) -> Saved:
     """Reads a search. Raises AutoparError in one line where the file is missing, damaged or of a later version."""
     try:
-        with np.load(path, allow_pickle=False) as file:
+        with open(path, "rb") as raw, np.load(raw, allow_pickle=False) as file:
             header = json.loads(bytes(file["header"]))
             version = header["version"]
             if version != VERSION:
@@ -202,7 +202,7 @@ class _Writer:
             "source": None if r.source is None else _plain(r.source),
             "integer": r.integer,
             "problem": None if r.problem is None else self.problem(r.problem),
-            "assignment": None if r.assignment is None else [r.assignment.shared, r.assignment.units],
+            "assignment": None if r.assignment is None else _states(r.assignment),
         }
 
     def problem(self, p: Problem) -> dict[str, Any]:
@@ -302,6 +302,14 @@ def _plain(candidate: Candidate) -> list[Any]:
 def _candidate(data: list[Any]) -> Candidate:
     mesh, microbatches = data
     return Candidate(tuple((int(size), int(stride)) for size, stride in mesh), int(microbatches))
+
+
+def _weights(m: Any) -> Weights:
+    return float(m.alpha), float(m.per_byte), float(m.low), float(m.high), float(m.time)
+
+
+def _states(assignment: Assignment) -> list[Any]:
+    return [[int(s) for s in assignment.shared], [[int(s) for s in unit] for unit in assignment.units]]
 
 
 def _assignment(shared: list[int], units: list[list[int]]) -> Assignment:

@@ -1,0 +1,336 @@
+"""`solve_plan`: the fastest plan that fits, over all meshes, microbatch counts and per-op layouts, with its proof.
+
+Every (mesh, microbatches) is a `Problem` (`poser`, `pose`); `solver.search` takes them best bound first; the winning
+assignment is read back onto the graph (`readback`), and what the plan then takes is added up anew (`predict`). Bytes
+that only the finished program has (inputs, masks, buffers) are taken off the limit and the search is repeated where
+they do not fit.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+from autopar.bounds import floor_of
+from autopar.build import Prepared, prepare
+from autopar.capture import Capture
+from autopar.cluster import Cluster
+from autopar.errors import NothingFits
+from autopar.pins import Pins, resolve
+from autopar.plan import Alternative, Plan, Proof
+from autopar.pose import Posed
+from autopar.poser import Poser
+from autopar.predict import predict
+from autopar.readback import plan_from
+from autopar.solver import lagrangian
+from autopar.solver.evaluate import Evaluation
+from autopar.solver.meshes import meshes, microbatch_counts
+from autopar.solver.problem import Assignment, Problem
+from autopar.solver.search import Candidate, Found, Outcome, Quick, search
+from autopar.solver.solve import Answer, solve
+from autopar.wires import wire_of
+
+TARGET_GAP = 0.005
+ROUNDS = 4  # searches with ever less memory, until what the program holds besides fits too
+ALTERNATIVES = 3
+MORE_NODES = (2, 4, 8, 16)
+SIDE_BYTES = 1.02  # of what did not fit, taken off the limit
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """What is tried: meshes of neutral axes (size, stride) and numbers of microbatches."""
+
+    meshes: tuple[tuple[tuple[int, int], ...], ...]
+    microbatches: tuple[int, ...]
+
+    def __iter__(self) -> Any:
+        return (Candidate(mesh, count) for mesh in self.meshes for count in self.microbatches)
+
+
+@dataclass(eq=False)
+class Solver:
+    """The search for one capture, cluster and pins. Keeps what was posed, so that it may be asked again with less
+    memory. ``target_gap``: where the search stops, relative."""
+
+    captured: Capture
+    cluster: Cluster
+    pins: Pins = field(default_factory=Pins)
+    target_gap: float = TARGET_GAP
+    prepared: Prepared | None = None
+
+    def __post_init__(self) -> None:
+        resolve(replace(self.pins, dp=None, tp=None), 1, self.captured.batch)  # refuses what is not supported
+        self.prepared = self.prepared or prepare(self.captured, 1)
+        self.poser = Poser(self.prepared, self.cluster, self.pins.zero)
+        self.seconds: dict[str, float] = {}
+        self._posed: dict[Candidate, Posed] = {}
+        self._evaluations: dict[Posed, Evaluation] = {}
+        self._floor = floor_of(self.poser.body(1), self.cluster)
+
+    @property
+    def candidates(self) -> Candidates:
+        """All that is tried."""
+        spans = tuple(t.spans for t in self.cluster.tiers if t.spans is not None)
+        tried = meshes(self.cluster.ranks, spans, wire=lambda size, stride: wire_of(self.cluster, size, stride))
+        count = self.pins.microbatches
+        return Candidates(tried, (count,) if count else tuple(microbatch_counts(self.captured.batch)))
+
+    def search(self, limit: float) -> Found[Posed]:
+        """The best plan within ``limit`` bytes a rank."""
+        return search(
+            self.candidates,
+            quick_bound=lambda c: self._quick(c),
+            pose=lambda c: self._pose(c, limit),
+            solve=lambda posed, cutoff: self._solve(posed, cutoff),
+            limit=limit,
+            target_gap=self.target_gap,
+            lower_bound=lambda posed, m: lagrangian.one_bound(self._evaluation(posed), m),
+            free_bound=lambda posed, a: lagrangian.free_bound(self._evaluation(posed), a.multipliers),
+        )
+
+    def plan(self, posed: Posed, assignment: Assignment) -> Plan:
+        """The plan that an assignment amounts to, with predictions."""
+        count = 1 if posed.mesh.time is None else posed.mesh.axes[posed.mesh.time].size
+        body, times = self.poser.body(count), self.poser.times(count)
+        assert not isinstance(times, str)
+        with self._timed("plan"):
+            plan = plan_from(body, posed, assignment, times, self.cluster)
+        with self._timed("predict"):
+            return replace(predict(plan, body.prepared, self.cluster), pins=self.pins.given())
+
+    # -- what the search calls -------------------------------------------------------------------------------------
+
+    def _quick(self, candidate: Candidate) -> Quick:
+        ranks, count = self.cluster.ranks, candidate.microbatches
+        with self._timed("time"):
+            times = self.poser.times(count)
+        if isinstance(times, str):
+            return Quick(inf, 0.0, times)
+        return Quick(self._floor.seconds(ranks), self._floor.nbytes(ranks, count))
+
+    def _pose(self, candidate: Candidate, limit: float) -> Posed:
+        if candidate not in self._posed:
+            with self._timed("pose"):
+                self._posed[candidate] = self.poser.pose(candidate.mesh, candidate.microbatches)
+        posed = self._posed[candidate]
+        if posed.problem.memory_limit != limit:
+            self._posed[candidate] = posed = replace(posed, problem=replace(posed.problem, memory_limit=limit))
+        return posed
+
+    def _solve(self, posed: Posed, cutoff: float) -> Answer:
+        evaluation = self._evaluation(posed)
+        with self._timed("solve"):
+            return solve(posed.problem, target_gap=self.target_gap / 2, cutoff=cutoff, evaluation=evaluation)
+
+    def _evaluation(self, posed: Posed) -> Evaluation:
+        if posed not in self._evaluations:
+            with self._timed("eliminate"):
+                self._evaluations[posed] = Evaluation(posed.problem)
+        return self._evaluations[posed]
+
+    def _timed(self, what: str) -> Any:
+        return _Clock(self.seconds, what)
+
+
+@dataclass
+class _Clock:
+    """Adds the seconds of a block to an entry."""
+
+    into: dict[str, float]
+    what: str
+    started: float = 0.0
+
+    def __enter__(self) -> None:
+        self.started = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.into[self.what] = self.into.get(self.what, 0.0) + time.perf_counter() - self.started
+
+
+@dataclass(frozen=True, eq=False)
+class Solved:
+    """A plan, the prepared graph that it is for, and the search that found it. ``seconds``: by phase."""
+
+    plan: Plan
+    prepared: Prepared
+    found: Found[Posed]
+    limit: float
+    seconds: Mapping[str, float]
+
+    def problems(self) -> Found[Problem]:
+        """The search with problems alone, as `solver.file` saves it."""
+        outcomes = tuple(_bare(o) for o in self.found.outcomes)
+        best = None if self.found.best is None else _bare(self.found.best)
+        least = None if self.found.least is None else _bare(self.found.least)
+        return replace(self.found, outcomes=outcomes, best=best, least=least)  # type: ignore[type-var, arg-type, return-value]
+
+
+def solve_plan(captured: Capture, cluster: Cluster, pins: Pins | None = None) -> Plan:
+    """The fastest plan for a captured model in train mode, its predictions, proof and next-best plans.
+
+    ``pins``: zero and microbatches may be fixed. Raises NothingFits, with the plan of least memory, where no plan fits
+    a rank; AutoparError for pins that cannot be kept.
+    """
+    return solved(captured, cluster, pins).plan
+
+
+def solved(
+    captured: Capture,
+    cluster: Cluster,
+    pins: Pins | None = None,
+    *,
+    target_gap: float = TARGET_GAP,
+    prepared: Prepared | None = None,
+) -> Solved:
+    """`solve_plan` with all that led to the plan. ``prepared``: the capture prepared for one microbatch."""
+    solver = Solver(captured, cluster, pins or Pins(), target_gap, prepared)
+    limit = float(cluster.limit)
+    for _ in range(ROUNDS):
+        with solver._timed("search"):
+            found = solver.search(limit)
+        if found.best is None:
+            _nothing_fits(solver, found, limit)
+        assert found.best is not None and found.best.problem is not None
+        plan = solver.plan(found.best.problem, found.best.answer.assignment)
+        over = (plan.predicted.peak_mem_gib or 0.0) * 2**30 - cluster.limit
+        if over <= 0:
+            break
+        limit -= over * SIDE_BYTES
+    plan = replace(plan, proof=_proof(solver, found), alternatives=_next(solver, found, plan))
+    body = solver.poser.body(plan.microbatches)
+    return Solved(plan, body.prepared, found, limit, dict(solver.seconds))
+
+
+def _proof(solver: Solver, found: Found[Posed]) -> Proof:
+    assert found.best is not None and found.best.problem is not None
+    tried, answer = solver.candidates, found.best.answer
+    counts = found.best.problem.problem.counts
+    scope = {
+        "axes": "at most 2 of ranks, and equal microbatches",
+        "nesting": "axes that cut one dim nest in the order of the mesh, microbatches outermost",
+        "copies": "every tensor is shared in at most one layout; its readers change that privately",
+        "meshes": [[list(axis) for axis in mesh] for mesh in tried.meshes],
+        "microbatches": list(tried.microbatches),
+        "generated": counts.get("generated", 0),
+        "dropped": {"dominated": counts.get("dominated", 0)},
+        "pruned": [_pruned(o) for o in found.outcomes if o is not found.best],
+        "multipliers": [_multipliers(m) for m in answer.multipliers],
+        "side": "masks, tables and ids are decided after the core, outside of the bound",
+    }
+    return Proof(found.best.seconds, float(found.bound), found.gap, scope)
+
+
+def _pruned(outcome: Outcome[Posed]) -> dict[str, Any]:
+    known = outcome.bound if outcome.bound < inf else None
+    mesh = [list(axis) for axis in outcome.candidate.mesh]
+    return {"mesh": mesh, "microbatches": outcome.candidate.microbatches, "by": outcome.status, "bound": known}
+
+
+def _multipliers(m: lagrangian.Multipliers) -> dict[str, Any]:
+    high = m.high if m.high < inf else None
+    return {"alpha": m.alpha, "per_byte": m.per_byte, "low": m.low, "high": high, "time": m.time}
+
+
+# -- other plans -----------------------------------------------------------------------------------------------------
+
+
+def _next(solver: Solver, found: Found[Posed], plan: Plan) -> tuple[Alternative, ...]:
+    """The next-best plans of other meshes or microbatch counts that the search solved."""
+    made, seen = [], {_change(plan)}
+    for outcome in found.alternatives[: 2 * ALTERNATIVES]:
+        if len(made) == ALTERNATIVES or outcome.problem is None or outcome.answer.assignment is None:
+            continue
+        other = solver.plan(outcome.problem, outcome.answer.assignment)
+        if _change(other) not in seen and other.fits is not False:
+            seen.add(_change(other))
+            made.append(_alternative("next", other, _change(other)))
+    return tuple(made)
+
+
+def _alternative(kind: Any, plan: Plan, change: str, why: str = "") -> Alternative:
+    found = plan.predicted
+    return Alternative(
+        kind, change, _pins(plan), found.step_time_s, found.peak_mem_gib, fits=plan.fits is not False, why=why
+    )
+
+
+def _change(plan: Plan) -> str:
+    words = [f"{name}={size}" for name, size in plan.mesh.items()]
+    words += [f"zero={plan.zero}", f"microbatches={plan.microbatches}"]
+    return " ".join(words)
+
+
+def _pins(plan: Plan) -> dict[str, str]:
+    """How to ask for such a plan."""
+    return {"microbatches": str(plan.microbatches)}
+
+
+def _nothing_fits(solver: Solver, found: Found[Posed], limit: float) -> None:
+    """Raises NothingFits: the leanest plan, and the changes that make one fit."""
+    least = found.least
+    if least is None or least.problem is None or least.answer is None or least.answer.least_assignment is None:
+        raise NothingFits(
+            f"no plan fits: {solver.captured.model_name} needs more than the {limit / 2**30:.2f} GiB of a rank of "
+            f"{solver.cluster.name} whatever the layouts. Use more ranks or a smaller batch.",
+            None,
+        )
+    plan = solver.plan(least.problem, least.answer.least_assignment)
+    nearest = tuple(_nearest(solver))
+    raise NothingFits(_message(plan, nearest), replace(plan, alternatives=nearest))
+
+
+def _nearest(solver: Solver) -> Sequence[Alternative]:
+    """Changes that make a plan fit, each found by planning with it: pins left open, and more nodes."""
+    found = []
+    for key in ("zero", "microbatches"):
+        if getattr(solver.pins, key) is not None:
+            other = _fitting(Solver(solver.captured, solver.cluster, replace(solver.pins, **{key: None})))  # type: ignore[arg-type]
+            if other is not None:
+                value = other.zero if key == "zero" else other.microbatches
+                found.append(_alternative("nearest", other, f"{key}={value}", f"{key} not pinned"))
+    for factor in MORE_NODES:
+        cluster = replace(solver.cluster, nodes=solver.cluster.nodes * factor)
+        other = _fitting(Solver(solver.captured, cluster, solver.pins, 0.05, solver.prepared))
+        if other is not None:
+            found.append(_alternative("nearest", other, f"nodes={cluster.nodes}", f"{factor} times the ranks"))
+            break
+    return found
+
+
+def _fitting(solver: Solver) -> Plan | None:
+    """A plan that fits, or None."""
+    limit = float(solver.cluster.limit)
+    for _ in range(ROUNDS):
+        found = solver.search(limit)
+        if found.best is None or found.best.problem is None:
+            return None
+        plan = solver.plan(found.best.problem, found.best.answer.assignment)
+        over = (plan.predicted.peak_mem_gib or 0.0) * 2**30 - solver.cluster.limit
+        if over <= 0:
+            return plan
+        limit -= over * SIDE_BYTES
+    return None
+
+
+def _message(plan: Plan, nearest: Sequence[Alternative]) -> str:
+    from autopar.planning import OWNERS
+
+    parts = plan.predicted.parts
+    limit = parts.get("memory_limit_bytes", 0.0) / 2**30
+    needs = plan.predicted.peak_mem_gib or 0.0
+    owners = sorted(((parts.get(key, 0.0) / 2**30, word) for key, word in OWNERS.items()), reverse=True)[:2]
+    named = ", ".join(f"{word} {size:.2f}" for size, word in owners if size)
+    way = f"Nearest: {'; '.join(a.change for a in nearest)}" if nearest else "Use more nodes, or a smaller batch"
+    return (
+        f"no plan fits: the leanest ({plan.one_line()}) needs {needs:.2f} GiB of {limit:.2f} a rank, "
+        f"{needs - limit:.2f} too many ({named}). {way}."
+    )
+
+
+def _bare(outcome: Outcome[Posed]) -> Outcome[Any]:
+    problem = None if outcome.problem is None else outcome.problem.problem
+    return replace(outcome, problem=problem)  # type: ignore[arg-type]

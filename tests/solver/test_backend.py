@@ -80,7 +80,7 @@ def test_trap_glop_gives_up_on_wide_bounds() -> None:
 
 
 def test_trap_cp_sat_rounds_continuous_columns() -> None:
-    """Eight units of two patterns, and a continuous largest transient of order 0.01 within a limit of 0.4. CP-SAT works
+    """Eight units of two patterns, and a continuous largest transient of order 0.01 within a limit of 0.6. CP-SAT works
     on integers: in these units it finds the program infeasible."""
     rng = np.random.default_rng(0)
     model = Model()
@@ -91,7 +91,7 @@ def test_trap_cp_sat_rounds_continuous_columns() -> None:
         model.row([(y, 1.0) for y in pair], low=1.0, high=1.0)
         model.row([*zip(pair, rng.random(2) / 50), (largest, -1.0)], high=0.0)
         held += list(zip(pair, rng.random(2) / 8))
-    model.row(held, high=0.4)
+    model.row(held, high=0.6)
     assert minimise(model).status == "optimal"
     parameters = mathopt.SolveParameters(threads=1)
     result = mathopt.solve(backend._mathopt(model), mathopt.SolverType.CP_SAT, params=parameters)

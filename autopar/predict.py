@@ -6,10 +6,14 @@ from the ops and changes in it and the cluster's figures. No price of the solver
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import replace
 
+import torch
+
 from autopar.build import Prepared, apply, plan_mesh
+from autopar.capture import Capture
 from autopar.cluster import Chip, Cluster
 from autopar.count_collectives import count_collectives, microbatches
 from autopar.passes.layout import Mesh
@@ -39,7 +43,8 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     """The plan with seconds, bytes and collectives of a step filled in; needs no process group.
 
     ``predicted.parts`` are seconds (``*_s``), bytes of a rank (``*_bytes``), FLOPs of the whole model a step, FLOP/s of
-    all ranks, and ``mfu``, the one over the other. A plan without gradients (eval mode) is a forward alone.
+    all ranks, ``mfu``, the one over the other, and ``tokens`` of a step where the model reads ids. A plan without
+    gradients (eval mode) is a forward alone.
 
     Raises AutoparError where the plan, made elsewhere or edited, does not fit the model.
     """
@@ -56,6 +61,7 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     seconds = step_time(parts["compute_s"] + parts["optimizer_s"], parts["exposed_s"], parts["hidden_s"])
     parts |= _rates(model_flops(prepared.body, train=train), plan.ranks, cluster.chip, seconds)
     parts["memory_limit_bytes"] = cluster.limit
+    parts |= _tokens(prepared.captured)
     predicted = replace(
         plan.predicted,
         step_time_s=float(seconds),
@@ -98,6 +104,13 @@ def _rates(flops: Counter[str], ranks: int, chip: Chip, seconds: float) -> dict[
     dtype = max(flops, key=lambda d: flops[d], default="fp32")
     peak = ranks * chip.peak(dtype)
     return {"model_flops": total, "peak_flops": peak, "mfu": total / (seconds * peak) if seconds else 0.0}
+
+
+def _tokens(captured: Capture) -> dict[str, float]:
+    """Tokens of the global batch, where the model reads ids: the first integer input ``[rows, positions]``."""
+    integers = (torch.int32, torch.int64)
+    ids = next((i for i in captured.inputs if i.batch and i.dtype in integers and len(i.shape) == 2), None)
+    return {} if ids is None else {"tokens": float(math.prod(ids.shape))}
 
 
 __all__ = ["IN_PEAK", "predict"]

@@ -15,7 +15,8 @@ The mix is only as good as its patterns; the proof is `lagrangian`'s bound, not 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -67,35 +68,50 @@ def gather(
 ) -> list[list[Pattern]]:
     """Patterns of each unit: those of the assignments seen, and the best between other border states that were seen."""
     units = evaluation.problem.units
-    seen = [sorted({o.assignment.shared[v] for o in outcomes}) for v in range(len(evaluation.sizes))]
-    found: list[dict[int, Pattern]] = [{} for _ in units]
-    by_class: dict[int, dict[int, Pattern]] = {u.kind: {} for u in units}
+    seen = [_often(o.assignment.shared[v] for o in outcomes) for v in range(len(evaluation.sizes))]
+    classes: dict[int, dict[int, Pattern]] = {u.kind: {} for u in units}
     for o in outcomes:
         for p in o.patterns:
-            by_class[p.kind][id(p)] = p
+            classes[p.kind][id(p)] = p
+    asked: set[tuple[int, tuple[int, ...]]] = set()
     for unit in units:
-        combinations = list(product(*(seen[b] for b in unit.borders)))[:CROSSINGS]
+        asked.update((unit.kind, states) for states in _crossings([seen[b] for b in unit.borders]))
+    for kind, states in sorted(asked):
         for point in points:
-            for states in combinations:
-                p = point.between(unit.kind, states)
-                by_class[unit.kind][id(p)] = p
+            p = point.between(kind, states)
+            classes[kind][id(p)] = p
     weights = multipliers.weights()
-    for u, unit in enumerate(units):
-        for key, p in by_class[unit.kind].items():
-            if all(s in seen[b] for s, b in zip(p.borders, unit.borders, strict=True)) and np.isfinite(p.total).all():
-                found[u][key] = p
-    return [_best(list(f.values()), weights) for f in found]
+    kept = {kind: _undominated(list(found.values()), weights) for kind, found in classes.items()}
+    return [
+        [p for p in kept[u.kind] if all(s in seen[b] for s, b in zip(p.borders, u.borders, strict=True))][:PATTERNS]
+        for u in units
+    ]
 
 
-def _best(patterns: list[Pattern], weights: Array) -> list[Pattern]:
-    """Without patterns that another with the same borders beats in everything; of the rest, those of least weight."""
-    order = sorted(range(len(patterns)), key=lambda i: (float(weights @ patterns[i].total), i))
-    kept: list[Pattern] = []
-    for i in order:
-        p = patterns[i]
-        if not any(q.borders == p.borders and (q.total <= p.total).all() for q in kept):
-            kept.append(p)
-    return kept[:PATTERNS]
+def _often(states: Iterable[int]) -> list[int]:
+    """The states that occur, most often first."""
+    counts = Counter(states)
+    return sorted(counts, key=lambda s: (-counts[s], s))
+
+
+def _crossings(seen: list[list[int]]) -> list[tuple[int, ...]]:
+    """Combinations of states, those of frequent states first."""
+    ranks = sorted(product(*(range(min(len(s), CROSSINGS)) for s in seen)), key=lambda r: (sum(r), r))
+    return [tuple(s[i] for s, i in zip(seen, r, strict=True)) for r in ranks[:CROSSINGS]]
+
+
+def _undominated(patterns: list[Pattern], weights: Array) -> list[Pattern]:
+    """Legal patterns, the least weight first, without those that another with the same borders beats in everything."""
+    legal = [p for p in patterns if np.isfinite(p.total).all()]
+    legal.sort(key=lambda p: (float(weights @ p.total), p.borders, p.states))
+    kept: dict[tuple[int, ...], list[Pattern]] = {}
+    order = []
+    for p in legal:
+        beside = kept.setdefault(p.borders, [])
+        if not any((q.total <= p.total).all() for q in beside):
+            beside.append(p)
+            order.append(p)
+    return order
 
 
 def _near(m: Multipliers) -> list[Multipliers]:

@@ -16,16 +16,17 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
-from autopar.build import Prepared, apply, choose, plan_mesh, prepare
+from autopar.build import Prepared, apply, choose, choose_along, plan_mesh, prepare
 from autopar.capture import Capture, capture
 from autopar.cluster import Cluster
-from autopar.count_collectives import counted
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NothingFits
 from autopar.passes.layout import Layout
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins, ResolvedPins, resolve
 from autopar.placed import Placed
 from autopar.plan import Plan, loads
+from autopar.planning import Planned, plan_training, solves
+from autopar.predict import predict
 from autopar.rests import resting, rests_of
 from autopar.runtime.agree import agree
 from autopar.runtime.mesh import TIMEOUT, Ranks, connect, join, naming
@@ -98,21 +99,33 @@ class Parallel(Placed):
         started = time.perf_counter()
         rank, size = join(self._timeout)
         took: dict[str, float] = {}
+        made: list[Planned] = []
+        refused: list[NothingFits] = []
 
-        def own() -> Prepared:
+        def own() -> Capture:
             captured = self._capture(args, kwargs, check=rank == 0)
             took["capture"] = time.perf_counter() - started
-            prepared = prepare(captured, self._microbatches(mode))
-            took["prepare"] = time.perf_counter() - started - sum(took.values())
-            return prepared
+            return captured
 
-        prepared, text = agree(
-            "compile", own, lambda made: made.captured.hash, lambda made: self._choose(made).dumps(), self._timeout
-        )
+        def decide(captured: Capture) -> str:
+            try:
+                made.append(self._choose(captured))
+            except NothingFits as error:
+                refused.append(error)
+                raise
+            return made[0].plan.dumps()
+
+        try:
+            captured, text = agree("compile", own, lambda captured: captured.hash, decide, self._timeout)
+        except AutoparError:
+            if refused:  # with its plan, which the ranks' agreement has only as a line
+                raise refused[0] from None
+            raise
         took["plan"] = time.perf_counter() - started - sum(took.values())
         plan = replace(loads(text), timings=took)
+        prepared = made[0].prepared if made else prepare(captured, plan.microbatches)
         program = self._emit(prepared, plan) if size == plan.ranks else None
-        self._ready[mode].append(Ready(prepared.captured, prepared, plan, program))
+        self._ready[mode].append(Ready(captured, prepared, plan, program))
 
     def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any], check: bool) -> Capture:
         model, mode, options = self._model[0], self.training, dict(self._options)
@@ -125,21 +138,27 @@ class Parallel(Placed):
         with _in_modes(self._modes if kept else dict.fromkeys(self._modes, mode), after=self._modes):
             return capture(model, args, kwargs, check=check, **options)
 
-    def _choose(self, prepared: Prepared) -> Plan:
+    def _choose(self, captured: Capture) -> Planned:
         """The plan: the given one, or one for the pins, for parameters that rest where they rest already."""
-        captured = prepared.captured
+        cluster, training = self._cluster, self._training()
         if captured.training and self._given is not None:
-            plan = self._given
+            prepared = prepare(captured, self._given.microbatches)
+            plan = resting(self._given, self._rests or rests_of(self._given))
+        elif captured.training:
+            return plan_training(captured, self._pins, cluster, self._rests)
         else:
-            pins = self._pins if captured.training else replace(self._pins, microbatches=None)
-            plan = choose(prepared, resolve(pins, self._cluster.ranks, captured.batch), self._cluster)
-        rests = self._rests or ({} if self._given is None else rests_of(self._given))
-        return counted(resting(plan, rests) if rests else plan, prepared)
+            prepared = prepare(captured, 1)
+            if training is not None:
+                plan = choose_along(prepared, training, cluster)
+            else:
+                pins = replace(self._pins, microbatches=None)
+                plan = choose(prepared, resolve(pins, cluster.ranks, captured.batch), cluster)
+            plan = resting(plan, self._rests) if self._rests else plan
+        return Planned(predict(plan, prepared, cluster), prepared)
 
-    def _microbatches(self, mode: bool) -> int:
-        if not mode:
-            return 1
-        return self._given.microbatches if self._given is not None else self._pins.microbatches or 1
+    def _training(self) -> Plan | None:
+        """The plan of training, where there is one by now."""
+        return self._given or next((ready.plan for ready in self._ready[True]), None)
 
     def _emit(self, prepared: Prepared, plan: Plan) -> Program:
         if self._ranks is None:
@@ -155,6 +174,15 @@ class Parallel(Placed):
             return Program(emitted, self._names("step"), ranks, prepared.captured.constants)
 
     def _data_ranks(self) -> int:
+        """Into how many pieces the ranks cut the batch, as known before there is a plan."""
+        training = self._training()
+        if training is not None:
+            return math.prod(training.axes[i].size for i in training.data)
+        if self.training and solves(self._pins):
+            raise AutoparError(
+                "compile: inputs='local' says how many rows this rank has, but how many ranks cut the batch is not "
+                "decided yet. Give global_batch=, or pin dp."
+            )
         return self._pins.dp or self._cluster.ranks // (self._pins.tp or 1)
 
     # -- running ----------------------------------------------------------------------------------------------------
@@ -308,7 +336,8 @@ def compile(
     gives `Parallel.step` the whole batch, ``"local"``: its own rows (also as example, where ``global_batch`` does not
     say otherwise). ``timeout``: how long a rank waits for another.
 
-    Raises AutoparError, one line, for whatever cannot be done exactly as asked.
+    Raises AutoparError, one line, for whatever cannot be done exactly as asked; NothingFits, with the plan that comes
+    closest, where none that keeps the pins fits the memory of a rank.
 
     Example:
         >>> from autopar.models import mlp
@@ -327,7 +356,7 @@ def compile(
     cluster = Cluster.of(cluster)
     if found is not None:
         _refuse_beside_plan(found, parsed, cluster, global_batch)
-        global_batch, parsed = found.batch, _pins_of(found)
+        global_batch = found.batch
     if size not in (1, cluster.ranks):
         raise AutoparError(
             f"compile: the cluster has {cluster.ranks} ranks and {size} processes are running. Launch with "
@@ -353,12 +382,6 @@ def _refuse_beside_plan(plan: Plan, pins: Pins, cluster: Cluster, global_batch: 
         raise AutoparError(
             f"compile: global_batch={global_batch}, the plan is for {plan.batch} rows. Leave it out, or plan again."
         )
-
-
-def _pins_of(plan: Plan) -> Pins:
-    """What eval mode has to keep of a plan that was made for training."""
-    tp = math.prod(axis.size for axis in plan.axes if axis.name == "tp")
-    return Pins(dp=plan.ranks // tp, tp=tp, zero=plan.zero, microbatches=plan.microbatches)
 
 
 @contextmanager

@@ -1,0 +1,143 @@
+"""How a model in train mode gets its plan: from the solver, or, where axes are pinned, from the pins.
+
+Every plan that is made is predicted (`predict`), and one that does not fit the cluster's memory is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.build import Prepared, choose, prepare
+from autopar.capture import Capture
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError, NothingFits
+from autopar.passes.layout import Layout
+from autopar.pins import Pins, divisors, resolve
+from autopar.plan import Alternative, Plan
+from autopar.predict import predict
+from autopar.rests import resting
+
+GIB = 2**30
+OWNERS = {
+    "parameters_bytes": "parameters",
+    "gradients_bytes": "gradients",
+    "optimizer_bytes": "optimizer state",
+    "saved_bytes": "saved activations",
+    "gathered_step_bytes": "gathered parameters",
+    "accumulator_bytes": "gradients that add up",
+    "transient_bytes": "working memory",
+    "inputs_bytes": "inputs",
+    "buffers_bytes": "buffers",
+}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A plan, predicted, and the graph it is for."""
+
+    plan: Plan
+    prepared: Prepared
+
+
+def solves(pins: Pins) -> bool:
+    """Whether the solver makes the plan: nobody has said what the axes are for."""
+    return False  # with autopar/solve.py: not {"dp", "tp"} & pins.named()
+
+
+def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str, Layout]) -> Planned:
+    """The plan for a captured model in train mode. ``rests``: where parameters rest already, empty before they do.
+
+    Raises NothingFits where no plan that keeps the pins fits the memory of a rank, AutoparError where a pin cannot be
+    kept.
+    """
+    if rests:  # by an eval program that came first, whose ranks are these
+        return _pinned(captured, pins, cluster, rests)
+    if solves(pins):
+        return _solved(captured, pins, cluster)
+    first = _pinned(captured, pins, cluster, {})
+    return first if first.plan.fits is not False else _that_fits(captured, pins, cluster, first)
+
+
+def _solved(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
+    from importlib import import_module
+
+    plan = import_module("autopar.solve").solve_plan(captured, cluster, pins)
+    assert isinstance(plan, Plan)
+    prepared = prepare(captured, plan.microbatches)
+    return Planned(predict(plan, prepared, cluster), prepared)
+
+
+def _pinned(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str, Layout]) -> Planned:
+    resolved = resolve(pins, cluster.ranks, captured.batch)
+    prepared = prepare(captured, resolved.microbatches)
+    plan = choose(prepared, resolved, cluster)
+    return Planned(predict(resting(plan, rests) if rests else plan, prepared, cluster), prepared)
+
+
+def _that_fits(captured: Capture, pins: Pins, cluster: Cluster, first: Planned) -> Planned:
+    """The fastest plan that fits, of those with another ZeRO stage or more microbatches where these are open."""
+    fitting, least = _others(captured, pins, cluster, first)
+    if fitting:
+        return min(fitting, key=lambda made: made.plan.predicted.step_time_s or 0.0)
+    nearest: list[Alternative] = []
+    if {"zero", "microbatches"} & pins.named():
+        free = replace(pins, zero=None, microbatches=None)
+        fitting, _ = _others(captured, free, cluster, first)
+        nearest = sorted((_alternative(made.plan) for made in fitting), key=lambda a: a.step_time_s or 0.0)
+    raise NothingFits(_message(least.plan, nearest), replace(least.plan, alternatives=tuple(nearest)))
+
+
+def _others(captured: Capture, pins: Pins, cluster: Cluster, first: Planned) -> tuple[list[Planned], Planned]:
+    """For each ZeRO stage that is open the plan of fewest microbatches that fits; and of all the one of least memory.
+
+    More microbatches need less memory and, with more collectives and smaller pieces, no less time.
+    """
+    resolved = resolve(pins, cluster.ranks, captured.batch)
+    counts = [pins.microbatches] if pins.microbatches else divisors(captured.batch // resolved.dp)
+    stages = range(4) if pins.zero is None and resolved.dp > 1 else [resolved.zero]
+    fitting: list[Planned] = []
+    tried = [first]
+    for zero in stages:
+        low, high = 0, len(counts)
+        best: Planned | None = None
+        while low < high:
+            at = (low + high) // 2
+            made = _attempt(captured, pins, zero, counts[at], cluster)
+            if made is not None:
+                tried.append(made)
+            if made is None or made.plan.fits:  # a count that the model cannot have: only fewer can be
+                best, high = made or best, at
+            else:
+                low = at + 1
+        fitting += [best] if best is not None else []
+    return fitting, min(tried, key=lambda made: made.plan.predicted.peak_mem_gib or 0.0)
+
+
+def _attempt(captured: Capture, pins: Pins, zero: int, count: int, cluster: Cluster) -> Planned | None:
+    """A plan with these on top of the pins; None where the model cannot run in so many microbatches."""
+    try:
+        made = _pinned(captured, replace(pins, zero=zero, microbatches=count), cluster, {})
+    except AutoparError:
+        return None
+    return replace(made, plan=replace(made.plan, pins=pins.given()))
+
+
+def _alternative(plan: Plan) -> Alternative:
+    pins = {"zero": str(plan.zero), "microbatches": str(plan.microbatches)}
+    change = " ".join(f"{key}={value}" for key, value in pins.items())
+    found = plan.predicted
+    return Alternative("nearest", change, {**plan.pins, **pins}, found.step_time_s, found.peak_mem_gib, fits=True)
+
+
+def _message(plan: Plan, nearest: list[Alternative]) -> str:
+    """``no plan fits: dp=2 zero=3 needs 91.2 GiB of 76.0 a rank (saved activations 60.1). Nearest: ...``"""
+    parts = plan.predicted.parts
+    limit = parts.get("memory_limit_bytes", 0.0) / GIB
+    owners = sorted(((parts.get(key, 0.0) / GIB, word) for key, word in OWNERS.items()), reverse=True)[:2]
+    named = ", ".join(f"{word} {size:.1f}" for size, word in owners if size)
+    way = f"Nearest: {nearest[0].change}" if nearest else "Use more ranks, a smaller batch, or other pins"
+    return (
+        f"no plan fits: {plan.one_line()} needs {plan.predicted.peak_mem_gib or 0.0:.2f} GiB of {limit:.2f} a rank "
+        f"({named}). {way}."
+    )

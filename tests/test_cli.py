@@ -313,7 +313,7 @@ def test_nothing_fits(compiled, tmp_path, monkeypatch, capsys):
     assert capsys.readouterr() == ("", line) and not list(tmp_path.iterdir())
     assert main(["explain", MLP, "--ranks", "2"]) == 1
     captured = capsys.readouterr()
-    assert captured.err == line and "NO: 5.0 of 4.0 GiB a rank" in captured.out
+    assert captured.err == line and "NO: 5.0 GiB of 4.0 GiB a rank" in captured.out
     assert "Nearest changes that fit" in captured.out and "nodes=2" in captured.out
     for command in ("plan", "explain"):
         assert main([command, MLP, "--ranks", "2", "--json"]) == 1

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autopar.explain.page import Section
-from autopar.explain.quantities import difference, seconds_text
+from autopar.explain.quantities import GIB, bytes_text, difference, seconds_text
 from autopar.plan import Alternative, Plan
 
-COLUMNS = ("change", "step", "to this plan", "GiB", "fits", "why")
+COLUMNS = ("change", "step", "to this plan", "peak", "fits", "why")
 
 
 def next_best(plan: Plan) -> Section:
@@ -27,7 +27,7 @@ def _row(plan: Plan, other: Alternative) -> tuple[str, ...]:
         other.change,
         "" if step is None else seconds_text(step),
         "" if step is None or not ours else difference(step, ours),
-        "" if other.peak_mem_gib is None else f"{other.peak_mem_gib:.1f}",
+        "" if other.peak_mem_gib is None else bytes_text(other.peak_mem_gib * GIB),
         "yes" if other.fits else "NO",
         other.why,
     )

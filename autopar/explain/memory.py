@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.explain.page import Section
-from autopar.explain.quantities import GIB, percent
+from autopar.explain.quantities import GIB, bytes_text, percent
 from autopar.plan import Plan
 
 OWNERS = {
@@ -31,17 +31,14 @@ def memory(plan: Plan) -> Section:
     peak, parts = plan.predicted.peak_mem_gib, plan.predicted.parts
     if peak is None:
         return Section("Memory of a rank", ())
-    rows = [(name, _gib(n), percent(n, peak * GIB), remark) for name, remark, n in owners(plan)]
-    rows.append(("peak", f"{peak:.2f}", "100.0 %", "sum of the above" if rows else ""))
+    rows = [(name, bytes_text(n), percent(n, peak * GIB), remark) for name, remark, n in owners(plan)]
+    rows.append(("peak", bytes_text(peak * GIB), "100.0 %", "sum of the above" if rows else ""))
     if limit := parts.get("memory_limit_bytes"):
         left = limit - peak * GIB
-        rows.append(("limit", _gib(limit), percent(limit, peak * GIB), "what tensors may take of the device"))
-        rows.append(("free" if left >= 0 else "MISSING", _gib(abs(left)), percent(abs(left), peak * GIB), ""))
+        used = f"what tensors may take of the device; the peak is {percent(peak * GIB, limit)} of it"
+        rows.append(("limit", bytes_text(limit), "", used))
+        rows.append(("free" if left >= 0 else "MISSING", bytes_text(abs(left)), "", ""))
     if held := parts.get(HELD):
         remark = "gathered weights that today's runtime keeps until backward; not in the peak"
-        rows.append(("apart: held weights", _gib(held), percent(held, peak * GIB), remark))
-    return Section("Memory of a rank", tuple(rows), ("kind", "GiB", "of the peak", ""))
-
-
-def _gib(n: float) -> str:
-    return f"{n / GIB:.2f}"
+        rows.append(("apart: held weights", bytes_text(held), "", remark))
+    return Section("Memory of a rank", tuple(rows), ("kind", "bytes", "of the peak", ""))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autopar.explain.page import Section
-from autopar.explain.quantities import percent, seconds_text
+from autopar.explain.quantities import GIB, bytes_text, percent, seconds_text
 from autopar.plan import Plan
 
 KINDS = {
@@ -41,7 +41,7 @@ def binds(plan: Plan) -> str:
     """What a plan's step consists of most, or the memory that it lacks."""
     peak, limit = plan.predicted.peak_mem_gib, plan.predicted.parts.get("memory_limit_bytes")
     if plan.fits is False and peak is not None and limit is not None:
-        return f"memory: {peak - limit / 2**30:.1f} GiB too much"
+        return f"memory: {bytes_text(peak * GIB - limit)} too much"
     step, parts = plan.predicted.step_time_s, plan.predicted.parts
     if not step or "compute_s" not in parts:
         return ""

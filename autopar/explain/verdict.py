@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from autopar.explain.axes import axis_name
 from autopar.explain.memory import owners
 from autopar.explain.page import Section
-from autopar.explain.quantities import GIB, count_text, percent, seconds_text, several
+from autopar.explain.quantities import GIB, bytes_text, count_text, percent, seconds_text, several
 from autopar.explain.step_time import binds
 from autopar.plan import Plan
 
@@ -56,13 +56,13 @@ def _predicted(plan: Plan) -> Iterator[tuple[str, str]]:
 def _fits(plan: Plan, peak: float) -> str:
     limit = plan.predicted.parts.get("memory_limit_bytes")
     found = owners(plan)
-    named = [f"{name} {n / GIB:.1f}" for name, _, n in found[:OWNERS]]
+    named = [f"{name} {bytes_text(n)}" for name, _, n in found[:OWNERS]]
     if rest := sum(n for _, _, n in found[OWNERS:]):
-        named.append(f"other {rest / GIB:.1f}")
+        named.append(f"other {bytes_text(rest)}")
     why = f" ({', '.join(named)})" if named else ""
     if limit is None:
-        return f"not known: {peak:.1f} GiB a rank{why}"
-    return f"{'yes' if plan.fits else 'NO'}: {peak:.1f} of {limit / GIB:.1f} GiB a rank{why}"
+        return f"not known: {bytes_text(peak * GIB)} a rank{why}"
+    return f"{'yes' if plan.fits else 'NO'}: {bytes_text(peak * GIB)} of {bytes_text(limit)} a rank{why}"
 
 
 def _speed(plan: Plan, step: float) -> str:

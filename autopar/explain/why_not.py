@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.explain.page import Section
-from autopar.explain.quantities import seconds_text
+from autopar.explain.quantities import GIB, bytes_text, seconds_text
 from autopar.explain.step_time import binds
 from autopar.plan import Plan
 
-COLUMNS = ("instead", "answer", "step", "to this plan", "GiB", "binds, and what changes")
+COLUMNS = ("instead", "answer", "step", "to this plan", "peak", "binds, and what changes")
 KINDS = {"compute_s": "compute", "exposed_s": "exposed", "hidden_s": "hidden", "optimizer_s": "optimizer"}
 TELLING = 0.01  # of the step: smaller changes are not named
 
@@ -43,7 +43,7 @@ def why_not(plan: Plan, others: Iterable[Other]) -> Section:
         time = "" if step is None else seconds_text(step)
         to_ours = "" if more is None else f"{100 * more:+.1f} %"
         reasons = "; ".join(filter(None, (row["binds"], ", ".join(row["changes"]), row["error"])))
-        rows.append((other.pins, row["answer"], time, to_ours, "" if peak is None else f"{peak:.1f}", reasons))
+        rows.append((other.pins, row["answer"], time, to_ours, "" if peak is None else bytes_text(peak * GIB), reasons))
     return Section("Why not", tuple(rows), COLUMNS)
 
 

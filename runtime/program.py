@@ -110,7 +110,7 @@ class Program:
         with naming(self.ranks, self.steps + 1):
             batch = self._batch(inputs, inputs_are)
             held = [self._enter(use) for use in self.local.parameters]
-            made, updates = self._loop(batch, held, train=True)
+            made, updates = self._loop(batch, held, len(self.local.outputs) if outputs else 1, train=True)
             for h in held:
                 h.reduce(again=False)
                 h.deliver()
@@ -127,7 +127,7 @@ class Program:
         with naming(self.ranks, self.steps + 1):
             batch = self._batch(inputs, inputs_are)
             held = [self._enter(use) for use in self.local.parameters]
-            made, updates = self._loop(batch, held, train=False)
+            made, updates = self._loop(batch, held, len(self.local.outputs), train=False)
             self._write(updates)
             self.steps += 1
             return tuple(self._assemble(made, range(len(self.local.outputs))))
@@ -137,8 +137,10 @@ class Program:
         with naming(self.ranks, self.steps):
             return clip_grad_norm_(self.tensors, self.ranks, max_norm, norm_type, error_if_nonfinite)
 
-    def _loop(self, batch: Batch, held: list[Held], train: bool) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """Every microbatch in turn: (outputs of each, buffer updates of the last)."""
+    def _loop(
+        self, batch: Batch, held: list[Held], keep: int, train: bool
+    ) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
+        """Every microbatch in turn: (the first ``keep`` outputs of each, buffer updates of the last)."""
         buffers = [self.tensors.get_buffer(name) for name in self.local.buffers]
         fixed = [*(h.leaf for h in held), *buffers, *self.constants]
         hoisted: tuple[Tensor, ...] = ()
@@ -150,6 +152,7 @@ class Program:
         for m, rows in enumerate(self.rows):
             body = self._body(rows)
             outs, updates = body(*fixed, *batch.pieces[m], *hoisted, m)
+            outs = outs[:keep]  # what nobody asked for is not held during backward
             if train:
                 if not outs[0].requires_grad:
                     raise AutoparError(
@@ -160,6 +163,7 @@ class Program:
                     if h.use.reduce == "microbatch" and m + 1 < len(self.rows):
                         h.reduce(again=True)
             made.append(tuple(out.detach() for out in outs))
+            del outs
         return made, updates
 
     def _body(self, rows: int) -> fx.GraphModule:

@@ -695,3 +695,13 @@ def preference_pairs_dpo() -> Built:
         return -F.logsigmoid(0.1 * (c - r - ref)).mean()
 
     return net(forward, e=nn.Embedding(9, 6), head=nn.Linear(6, 9)), (ids(9, B, 5), ids(9, B, 5), torch.randn(B)), {}
+
+
+@small
+def empty_cache() -> Built:
+    def forward(self, x, y):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        k, v = (torch.cat([torch.tensor([], dtype=x.dtype), t], -2) for t in (k, v))
+        return F.mse_loss(F.scaled_dot_product_attention(q, k, v, is_causal=True), y)
+
+    return net(forward, qkv=nn.Linear(6, 18)), (torch.randn(B, 4, 6), torch.randn(B, 4, 6)), {}

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.errors import AutoparError
 from autopar.passes.layout import Axis, Layout, Mesh
@@ -207,6 +208,27 @@ def accumulate(rank: int, mesh: Mesh) -> dict[str, Any]:
     return {"grads": before, "y": y, "norms": norms, "clipped": grads(tensors)}
 
 
+def outputs_alive(rank: int, mesh: Mesh, outputs: bool) -> list[bool]:
+    """At the start of every microbatch after the first: whether the output y of the one before still has its memory."""
+    program, _, _ = program_of(mesh, Net())
+    made: list[StorageWeakRef] = []
+    alive: list[bool] = []
+
+    def watched(run: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            alive.extend(not ref.expired() for ref in made[-1:])
+            outs, updates = run(*args)
+            made.append(StorageWeakRef(outs[1].untyped_storage()))
+            return outs, updates
+
+        return call
+
+    for module in program.local.body.values():
+        module.forward = watched(module.forward)
+    program.step(batch(), outputs=outputs)
+    return alive
+
+
 def stay_away(rank: int, mesh: Mesh) -> str:
     program, _, _ = program_of(mesh, Net(), timeout=timedelta(seconds=2))
     program.step(batch(0))
@@ -323,6 +345,11 @@ def test_gradients_add_up_and_are_clipped_as_in_one_process(pools: Pools) -> Non
         same(result["norms"], norms)
         same(result["clipped"], {n: p.grad for n, p in model.named_parameters()})
         same(result["y"], [t.detach() for t in model(*batch(2))[1:]])
+
+
+def test_outputs_live_on_only_where_asked_for(pools: Pools) -> None:
+    assert pools(1).run(outputs_alive, mesh_of(1, 1, (4, 4, 4)), True) == [[True, True]]
+    assert pools(1).run(outputs_alive, mesh_of(1, 1, (4, 4, 4)), False) == [[False, False]]
 
 
 def test_bad_inputs_are_refused_in_one_line(pools: Pools) -> None:

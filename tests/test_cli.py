@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import pytest
 
@@ -369,6 +370,16 @@ def test_a_model_of_meta_tensors(compiled):
     model, _, options = compiled.calls[0]
     assert {p.device.type for p in model.parameters()} == {"meta"} and options["args"][0].shape == (8, 8192)
     assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
+
+
+def test_the_real_llama_of_transformers(compiled):
+    factory = Path(__file__).parent / "exact" / "hf.py"
+    assert main(["plan", f"{factory}:llama", "--cluster", "h100-dgx", "--global-batch", "64", "--json"]) == 0
+    model, cluster, options = compiled.calls[0]
+    assert type(model).__name__ == "LlamaForCausalLM" and model.training and model.config.use_cache
+    assert {(p.device.type, str(p.dtype)) for p in model.parameters()} == {("meta", "torch.bfloat16")}
+    assert sum(p.numel() for p in model.parameters()) == 8_030_261_248
+    assert options["kwargs"]["input_ids"].shape == (8, 8192) and options["global_batch"] == 64 and cluster.ranks == 8
 
 
 @pytest.mark.parametrize(

@@ -45,18 +45,21 @@ OPS = {
     "start_all_to_all": Sends(("all_to_all",), ("all_to_all",)),
     "shard": Sends((), {"all_gather": ("all_gather",)}, times=True),
     "replicate": Sends((), ("all_reduce",)),
+    "pad": Sends(),
 }
 
 
 @dataclass(frozen=True)
 class Sent:
-    """One collective of a graph: over ``group``, in the backward or not, of a weight or not."""
+    """One collective of a graph: over ``group``, in the backward or not, of a weight or not; ``inside`` of an op that
+    is no change of layout."""
 
     kind: str
     group: str
     nbytes: int
-    backward: bool
-    weight: bool
+    backward: bool = False
+    weight: bool = False
+    inside: bool = False
 
     def phase(self, forward: str, backward: str) -> str:
         """One of these two, or that of a weight."""
@@ -106,6 +109,15 @@ def _row(key: tuple[str, str, str], count: int, nbytes: int, mesh: Mesh | None) 
     return Collective(kind, axis, count, nbytes, phase, count * latency + nbytes * per_byte, phase in HIDDEN)
 
 
+def seconds_inside(local: Local, axis_of: Mapping[str, str], mesh: Mesh) -> float:
+    """Seconds a step of the collectives inside ops, which no change of layout accounts for."""
+    total, rows = 0.0, microbatches(local)
+    for r, graph in local.body.items():
+        found = (s for s in sends(graph, {}) if s.inside)
+        total += rows[r] * sum(mesh.wire(mesh.index(axis_of[s.group])).seconds(s.kind, s.nbytes) for s in found)
+    return total
+
+
 def microbatches(local: Local) -> Counter[int]:
     """How many microbatches run each body, by rows as `Local.body` has them."""
     time = local.mesh.time
@@ -126,12 +138,11 @@ def sends(graph: fx.GraphModule, weights: Mapping[str, bool]) -> Iterator[Sent]:
             continue
         if node.target is not torch.ops.aten.detach.default and any(n in needs for n in node.all_input_nodes):
             needs.add(node)
-        if getattr(node.target, "namespace", "") != "autopar":
-            continue
-        weight = len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in of_weights
+        weight = bool(node.all_input_nodes) and all(n in of_weights for n in node.all_input_nodes)
         if weight:
             of_weights.add(node)
-        yield from _sends(node, node in needs, weight)
+        if getattr(node.target, "namespace", "") == "autopar":
+            yield from _sends(node, node in needs, weight)
 
 
 def _sends(node: fx.Node, needs: bool, weight: bool) -> Iterator[Sent]:
@@ -142,14 +153,14 @@ def _sends(node: fx.Node, needs: bool, weight: bool) -> Iterator[Sent]:
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
     if name == "cross_entropy_sum_sharded":
         for nbytes in _of_vocabulary(arguments):
-            yield Sent("all_reduce", group, nbytes, False, False)
+            yield Sent("all_reduce", group, nbytes, inside=True)
         return
     op = OPS[name]
     nbytes = _nbytes(node) * (_ranks(group, arguments) if op.times else 1)
     for kind in op.forward:
-        yield Sent(kind, group, nbytes, False, weight)
+        yield Sent(kind, group, nbytes, weight=weight)
     for kind in op.back(str(arguments.get("dual", ""))) if needs else ():
-        yield Sent(kind, group, nbytes, True, weight)
+        yield Sent(kind, group, nbytes, backward=True, weight=weight)
 
 
 def _of_vocabulary(arguments: Mapping[str, object]) -> tuple[int, int]:

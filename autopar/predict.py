@@ -15,7 +15,7 @@ import torch
 from autopar.build import Prepared, apply, plan_mesh
 from autopar.capture import Capture
 from autopar.cluster import Chip, Cluster
-from autopar.count_collectives import count_collectives, microbatches
+from autopar.count_collectives import count_collectives, microbatches, seconds_inside
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.plan import Plan
@@ -52,7 +52,8 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     model = with_changes(apply(plan, prepared))
     local = lower(model, 0, axes)
     mesh = _with_wires(plan_mesh(plan), plan, cluster)
-    ran = run_on_fakes(local, local.body[max(local.body)], train=train)
+    at_use = frozenset(fqn for fqn, p in plan.parameters.items() if p.gather == "use")
+    ran = run_on_fakes(local, local.body[max(local.body)], train=train, at_use=at_use)
     parts = predict_bytes(local, prepared.captured, ran)
     parts |= _seconds(plan, model, local, mesh, cluster.chip, train)
     if not train:
@@ -91,7 +92,7 @@ def _seconds(plan: Plan, model: Lowerable, local: Local, mesh: Mesh, chip: Chip,
         moved += moved_in(model.prologue, plan, mesh, 1, train=False)
     return {
         "compute_s": compute,
-        "exposed_s": moved.exposed,
+        "exposed_s": moved.exposed + seconds_inside(local, {a.name: a.name for a in mesh.axes}, mesh),
         "hidden_s": moved.hidden,
         "transient_bytes": work.transient,
     }

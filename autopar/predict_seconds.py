@@ -15,6 +15,7 @@ from torch import fx
 from autopar.cluster import Chip
 from autopar.passes.changes import Step, path, price
 from autopar.passes.completion import is_op
+from autopar.passes.divide_work import flops
 from autopar.passes.facts import Strategy, Value, fact, operand_nodes, value
 from autopar.passes.insert_changes import change
 from autopar.passes.layout import Mesh
@@ -24,6 +25,7 @@ from autopar.passes.saves import Call, call_of
 from autopar.passes.strategy import strategy
 from autopar.plan import Plan
 from autopar.solver.cost import roofline
+from autopar.wiring import weights_of
 
 FORWARDS = {"use": 2}  # how often a parameter gathered at each use is: autograd lets go of it, backward gathers again
 
@@ -77,7 +79,7 @@ def _gathered(node: fx.Node, plan: Plan, mesh: Mesh) -> int:
     assert found is not None
     for operand, layout in zip(operand_nodes(node), found.operands, strict=True):
         root = _root(operand)
-        if root is not operand and root.op == "get_attr" and _gather(plan, root) == "use":
+        if root is not operand and _gather(plan, root) == "use":
             total += local_bytes(value(operand), layout, mesh)
     return total
 
@@ -90,7 +92,7 @@ def _root(node: fx.Node) -> fx.Node:
 
 
 def _gather(plan: Plan, root: fx.Node) -> str:
-    found = plan.parameters.get(str(root.target))
+    found = plan.parameters.get(str(root.target)) if root.op == "get_attr" else None
     return "never" if found is None else found.gather
 
 
@@ -106,15 +108,16 @@ class Moved:
 
 
 def moved_in(graph: fx.GraphModule, plan: Plan, mesh: Mesh, times: int, *, train: bool) -> Moved:
-    """Changes of layout in a graph that runs ``times`` a step."""
+    """Changes of layout in a graph that runs ``times`` a step. Those of parameters, and of what depends on parameters
+    alone, are hidden."""
     exposed = hidden = 0.0
+    weights = weights_of(graph, frozenset(plan.parameters))
     for node in graph.graph.nodes:
         if node.target is not change:
             continue
         forward, backward = _both_ways(node.meta["change"], value(node), mesh, train=train)
-        root = _root(node)
-        if root.op == "get_attr" and str(root.target) in plan.parameters:
-            forwards = FORWARDS.get(_gather(plan, root), 1) if train else 1
+        if node in weights:
+            forwards = FORWARDS.get(_gather(plan, _root(node)), 1) if train else 1
             hidden += times * (forwards * forward + backward)
         else:
             exposed += times * (forward + backward)
@@ -143,10 +146,16 @@ def model_flops(graph: fx.GraphModule, *, train: bool) -> Counter[str]:
     """FLOPs of the whole model in one step, by dtype, forward and (``train``) backward, as torch's counter has them."""
     found: Counter[str] = Counter()
     alone = Mesh(())
+    known: dict[Call, Prices] = {}
     for node in _ops(graph):
-        whole = strategy(node, alone, (), ())
-        assert whole is not None
-        p = prices(node, [whole], alone)
+        if not flops(node):
+            continue
+        key = call_of(node)
+        if key not in known:
+            whole = strategy(node, alone, (), ())
+            assert whole is not None
+            known[key] = prices(node, [whole], alone)
+        p = known[key]
         found[p.dtype] += round(float(p.flops_forward[0]) + (float(p.flops_backward[0]) if train else 0.0))
     return found
 

@@ -1,7 +1,7 @@
 """The emitted body run on fake tensors, node by node: what autograd keeps of a microbatch, and its FLOPs.
 
 Storages count once. Those of parameters, buffers and inputs are held anyway and do not count; those of weights that the
-body gathers are apart.
+body gathers at each use are apart.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Ran:
     """One microbatch of one rank.
 
     ``flops``: of matmuls, attention and convolutions, forward and backward, as torch's counter has them; ``saved``:
-    bytes that autograd keeps, gathered weights (``gathered``) apart; ``live``: without gradients, the most bytes of
-    results alive at once; ``reached``: parameters that the loss has a gradient for.
+    bytes that autograd keeps, weights gathered at each use (``gathered``) apart; ``live``: without gradients, the most
+    bytes of results alive at once; ``reached``: parameters that the loss has a gradient for.
     """
 
     flops: int = 0
@@ -41,11 +41,15 @@ class Ran:
     reached: frozenset[str] = frozenset()
 
 
-def run_on_fakes(local: Local, graph: fx.GraphModule, *, train: bool = True) -> Ran:
-    """Run a body of ``local``; ``train=False``: forward only, without gradients."""
+def run_on_fakes(
+    local: Local, graph: fx.GraphModule, *, train: bool = True, at_use: frozenset[str] = frozenset()
+) -> Ran:
+    """Run a body of ``local``. ``train=False``: forward only, without gradients; ``at_use``: the parameters that are
+    gathered at each use, whose copies count as `Ran.gathered`."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(train):
         inputs = _fake_inputs(local, graph, train)
-        run = _Run(graph, inputs, len(local.parameters))
+        used = [t for u, t in zip(local.parameters, inputs, strict=False) if u.fqn in at_use]
+        run = _Run(graph, inputs, used)
         with torch.autograd.graph.saved_tensors_hooks(run.pack, lambda held: held.tensor):
             outputs, _ = run.run(*inputs)
         saved, gathered = run.bytes_held()
@@ -78,12 +82,12 @@ class _Held:
 class _Run(fx.Interpreter):
     """Runs a body and knows of every storage whether it is held anyway, or is that of a gathered weight."""
 
-    def __init__(self, graph: fx.GraphModule, inputs: list[Any], parameters: int) -> None:
+    def __init__(self, graph: fx.GraphModule, inputs: list[Any], gathered: list[Tensor]) -> None:
         super().__init__(graph)
         self.held: list[weakref.ref[_Held]] = []
         self.stands_for: dict[int, int] = {}  # key of a storage -> of the one that it shares in a real run
         self.own = {_key(t) for t in _tensors(inputs)}
-        self.weights = {_key(t) for t in inputs[:parameters]}
+        self.weights = {_key(t) for t in gathered}
         self.alive: list[torch.UntypedStorage] = []  # so that no key above is given to another storage
         self.live: dict[fx.Node, dict[int, int]] = {}
         self.most = self.flops = 0

@@ -10,7 +10,7 @@ plan's bound is the least of all and its gap is theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import numpy as np
 from autopar.solver.file import Record, Saved, Weights, digest, load
 from autopar.solver.problem import Array, Assignment, Problem, Unit
 from autopar.solver.recompute import TooWide, integer_bound, least, transients
+from autopar.solver.search import Candidate
 
 ROUNDING = 1e-9
 """Relative difference that another order of additions explains."""
@@ -46,10 +47,11 @@ def check(proof: Mapping[str, Any], saved: Saved | str | Path) -> list[str]:
     if not isinstance(saved, Saved):
         saved = load(saved)
     records = {str(r.candidate): r for r in saved.records}
+    anew = _Check(records, saved.memory_limit)
     return [
         *_same_candidates(proof, records),
         *(line for entry, record in _pairs(proof, records) for line in _same_entry(entry, record)),
-        *(line for record in saved.records for line in _Check(records, saved.memory_limit).bound(record)),
+        *(line for record in saved.records for line in anew.bound(record)),
         *_choice(proof, saved),
         *_whole(proof, saved),
     ]
@@ -113,6 +115,7 @@ class _Check:
 
     records: Mapping[str, Record]
     limit: float
+    known: dict[tuple[Candidate, tuple[Weights, ...]], float] = field(default_factory=dict)
 
     def bound(self, record: Record) -> Iterator[str]:
         """The bound of one candidate is no more than what can be shown."""
@@ -144,7 +147,10 @@ class _Check:
             return shown
         if record.source is not None and not (_is_multiple(record, home) and _is_free(record.multipliers)):
             return shown
-        shown = max(shown, dual_bound(home.problem, record.multipliers))
+        key = (home.candidate, record.multipliers)  # one optimum may dominate many
+        if key not in self.known:
+            self.known[key] = dual_bound(home.problem, record.multipliers)
+        shown = max(shown, self.known[key])
         if record.bound > shown * (1 + ROUNDING) and record.integer and record.source is None:
             shown = max(shown, integer_bound(home.problem))
         return shown

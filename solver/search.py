@@ -149,7 +149,8 @@ def search(
     ``solve(problem, cutoff)`` may stop once its bound reaches ``cutoff`` seconds. ``limit``: bytes a rank may take.
     ``lower_bound(problem, multipliers)``: one cheap evaluation at the multipliers of another problem;
     ``free_bound(problem, answer)``: a bound without the memory limit; both with the multipliers that give the bound
-    again. Best bound first; ties: fewer axes, fewer microbatches.
+    again. Best bound first (until something fits: more microbatches of the mesh at hand); ties: fewer axes, fewer
+    microbatches.
     ``work_limit``: candidates posed at most (the same answer every time); ``seconds_limit``: ends by the clock.
 
     >>> from types import SimpleNamespace
@@ -179,7 +180,10 @@ def search(
         if time.monotonic() > end:
             deterministic = False
             break
-        run.visit(waiting.pop(0))
+        candidate = run.dive if run.best is None and run.dive in waiting else waiting[0]
+        waiting.remove(candidate)
+        run.visit(candidate)
+        run.dive = run.deeper(candidate, waiting)
     for candidate in waiting:
         run.close(candidate)
     if run.best is None and not waiting:
@@ -200,6 +204,7 @@ class _Search(Generic[P]):
     free_bound: Callable[[P, Answer], tuple[float, Any]] | None
     outcomes: dict[Candidate, Outcome[P]] = field(default_factory=dict)
     best: Outcome[P] | None = None
+    dive: Candidate | None = None
     work: dict[str, int] = field(default_factory=lambda: {"posed": 0, "solved": 0, "evaluated": 0})
 
     def sift(self, candidates: tuple[Candidate, ...]) -> list[Candidate]:
@@ -249,12 +254,23 @@ class _Search(Generic[P]):
                 self.outcomes[candidate] = replace(
                     outcome, status="multipliers", bound=bound, multipliers=multipliers, source=None
                 )
+                self._dominate(candidate, problem, self.best.answer)
                 return
         self.work["solved"] += 1
         answer = self.solve(problem, self.cutoff)
         self.outcomes[candidate] = self._read(outcome, problem, answer)
         self._take(self.outcomes[candidate])
         self._dominate(candidate, problem, answer)
+
+    def deeper(self, candidate: Candidate, waiting: list[Candidate]) -> Candidate | None:
+        """While nothing fits: the next count on the same mesh that may, if all its bytes fall as the microbatches do.
+        A choice of order alone: the sooner a plan is known, the fewer candidates are posed."""
+        outcome = self.outcomes[candidate]
+        if outcome.status != "memory" or self.limit <= 0:
+            return None
+        enough = candidate.microbatches * outcome.bytes / self.limit
+        multiples = [c for c in waiting if _is_multiple(c, candidate) and c.microbatches >= enough]
+        return min(multiples, key=_tie, default=None)
 
     def _read(self, outcome: Outcome[P], problem: P, answer: Answer) -> Outcome[P]:
         outcome = replace(outcome, problem=problem, answer=answer)
@@ -279,8 +295,7 @@ class _Search(Generic[P]):
         self.work["evaluated"] += 1
         free, multipliers = self.free_bound(problem, answer)
         for other, outcome in self.outcomes.items():
-            larger = other.mesh == candidate.mesh and other.microbatches % candidate.microbatches == 0
-            if larger and other != candidate and outcome.status == "open" and free > outcome.bound:
+            if _is_multiple(other, candidate) and outcome.status == "open" and free > outcome.bound:
                 self.outcomes[other] = replace(outcome, bound=free, source=candidate, multipliers=multipliers)
 
     def find_least(self) -> None:
@@ -318,6 +333,11 @@ class _Search(Generic[P]):
 
 def _largest(sums: tuple[tuple[Term, ...], ...]) -> float:
     return max((sum(amount / rate for _, amount, rate in terms) for terms in sums), default=0.0)
+
+
+def _is_multiple(one: Candidate, other: Candidate) -> bool:
+    """The same mesh, and every microbatch of the other cut into several."""
+    return one.mesh == other.mesh and one != other and one.microbatches % other.microbatches == 0
 
 
 def _tie(candidate: Candidate) -> tuple[Any, ...]:

@@ -155,6 +155,16 @@ def test_nothing_legal():
     assert found.best is None and found.least is None and found.outcomes[0].why.startswith("batch statistics")
 
 
+def test_until_something_fits_it_stays_on_a_mesh():
+    """Without a plan no bound can end a candidate: every mesh's first count would be posed before any second."""
+    truth = {Candidate(mesh, m): Toy(1.0, 1.0, 300 / m) for mesh in meshes(16) for m in (1, 2, 4, 8)}
+    posed = []
+    pose = lambda candidate: posed.append(candidate) or truth[candidate]
+    found = run(truth, {c: Quick(0.5) for c in truth}, pose=pose)
+    assert [(len(c.mesh), c.microbatches) for c in posed[:2]] == [(1, 1), (1, 4)] and found.best.seconds == 1.0
+    assert len(posed) < len(truth) / 2
+
+
 def test_the_fewest_bytes_are_found_with_few_solves():
     truth = {Candidate(((8, 1),), m): Toy(1, 1, 500 / m) for m in (1, 2, 4)}
     quick = {c: Quick(1, t.least) for c, t in truth.items()}

@@ -96,7 +96,7 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     parallel = asked.compile(asked.pins)
     plan = parallel.detailed_plan()
     if options.problem:
-        _save_problem(parallel, options.problem)
+        _save_search(parallel, options.problem)
     if options.json:
         return json.dumps(plan.to_json(), sort_keys=True), DONE
     if options.out:
@@ -184,5 +184,10 @@ def _other(asked: Asked, pins: Pins) -> Other:
         return Other(pins.text(), None, str(error))
 
 
-def _save_problem(parallel: Parallel, path: str) -> None:
-    raise AutoparError(f"--problem {path}: the plan was pinned, not solved: there is no problem. Leave out the pins.")
+def _save_search(parallel: Parallel, path: str) -> None:
+    """What the solver went through, for `check --proof`."""
+    from autopar.solver.file import save
+
+    if parallel.search is None:
+        raise AutoparError(f"--problem {path}: the plan was pinned, not solved: no problem. Leave out dp and tp.")
+    save(path, parallel.search)

@@ -33,18 +33,21 @@ from autopar.runtime.mesh import TIMEOUT, Ranks, connect, join, naming
 from autopar.runtime.parameters import place
 from autopar.runtime.program import Program
 from autopar.signature import Signature
+from autopar.solver.file import Saved
 
 _programs = itertools.count()  # ranks compile in the same order, so the number is the same on all
 
 
 @dataclass(frozen=True)
 class Ready:
-    """One capture with its plan, and the program of this rank where the plan's ranks are running."""
+    """One capture with its plan, the program of this rank where the plan's ranks are running, and the search behind
+    the plan where there was one here."""
 
     captured: Capture
     prepared: Prepared
     plan: Plan
     program: Program | None
+    search: Saved | None = None
 
 
 class Parallel(Placed):
@@ -125,7 +128,8 @@ class Parallel(Placed):
         plan = replace(loads(text), timings=took)
         prepared = made[0].prepared if made else prepare(captured, plan.microbatches)
         program = self._emit(prepared, plan) if size == plan.ranks else None
-        self._ready[mode].append(Ready(captured, prepared, plan, program))
+        search = made[0].search if made else None
+        self._ready[mode].append(Ready(captured, prepared, plan, program, search))
 
     def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any], check: bool) -> Capture:
         model, mode, options = self._model[0], self.training, dict(self._options)
@@ -276,6 +280,11 @@ class Parallel(Placed):
     def plan(self) -> Plan:
         """The plan of training (of the first call, where there was none in train mode)."""
         return self._first("plan").plan
+
+    @property
+    def search(self) -> Saved | None:
+        """What the solver went through for `plan`; None where the plan was pinned, given, or made by another rank."""
+        return self._first("search").search
 
     def detailed_plan(self) -> Plan:
         """The plan with ``predicted.divided`` filled in, for which the program is emitted once more per axis."""

@@ -17,6 +17,7 @@ from autopar.pins import Pins, divisors, resolve
 from autopar.plan import Alternative, Plan
 from autopar.predict import predict
 from autopar.rests import resting
+from autopar.solver.file import Saved
 
 GIB = 2**30
 OWNERS = {
@@ -34,10 +35,11 @@ OWNERS = {
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, predicted, and the graph it is for."""
+    """A plan, predicted, and the graph it is for. ``search``: what the solver went through (None: pinned)."""
 
     plan: Plan
     prepared: Prepared
+    search: Saved | None = None
 
 
 def solves(pins: Pins) -> bool:
@@ -60,12 +62,10 @@ def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mappin
 
 
 def _solved(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
-    from importlib import import_module
+    from autopar.solve import solved
 
-    plan = import_module("autopar.solve").solve_plan(captured, cluster, pins)
-    assert isinstance(plan, Plan)
-    prepared = prepare(captured, plan.microbatches)
-    return Planned(predict(plan, prepared, cluster), prepared)
+    found = solved(captured, cluster, pins)
+    return Planned(found.plan, found.prepared, found.saved())
 
 
 def _pinned(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str, Layout]) -> Planned:

@@ -27,8 +27,10 @@ from autopar.predict import predict
 from autopar.readback import plan_from
 from autopar.solver import lagrangian
 from autopar.solver.evaluate import Evaluation
+from autopar.solver.file import Saved, of_search
 from autopar.solver.meshes import meshes, microbatch_counts
 from autopar.solver.problem import Assignment, Problem
+from autopar.solver.proof import proof_of
 from autopar.solver.search import Candidate, Found, Outcome, Quick, search
 from autopar.solver.solve import Answer, solve
 from autopar.wires import wire_of
@@ -166,7 +168,11 @@ class Solved:
         outcomes = tuple(_bare(o) for o in self.found.outcomes)
         best = None if self.found.best is None else _bare(self.found.best)
         least = None if self.found.least is None else _bare(self.found.least)
-        return replace(self.found, outcomes=outcomes, best=best, least=least)  # type: ignore[type-var, arg-type, return-value]
+        return replace(self.found, outcomes=outcomes, best=best, least=least)  # type: ignore[return-value]
+
+    def saved(self) -> Saved:
+        """The same as a file holds it, for `autopar check`."""
+        return of_search(self.problems(), self.limit)
 
 
 def solve_plan(captured: Capture, cluster: Cluster, pins: Pins | None = None) -> Plan:
@@ -200,39 +206,24 @@ def solved(
         if over <= 0:
             break
         limit -= over * SIDE_BYTES
-    plan = replace(plan, proof=_proof(solver, found), alternatives=_next(solver, found, plan))
-    body = solver.poser.body(plan.microbatches)
-    return Solved(plan, body.prepared, found, limit, dict(solver.seconds))
+    made = Solved(plan, solver.poser.body(plan.microbatches).prepared, found, limit, {})
+    plan = replace(plan, proof=_proof(solver, made.saved(), found), alternatives=_next(solver, found, plan))
+    return replace(made, plan=plan, seconds=dict(solver.seconds))
 
 
-def _proof(solver: Solver, found: Found[Posed]) -> Proof:
+def _proof(solver: Solver, saved: Saved, found: Found[Posed]) -> Proof:
+    """Objective, bound and gap of the search, and a bound a candidate, as `solver.check_proof` finds them again."""
     assert found.best is not None and found.best.problem is not None
-    tried, answer = solver.candidates, found.best.answer
-    counts = found.best.problem.problem.counts
+    proof, counts = proof_of(saved), found.best.problem.problem.counts
     scope = {
         "axes": "at most 2 of ranks, and equal microbatches",
         "nesting": "axes that cut one dim nest in the order of the mesh, microbatches outermost",
         "copies": "every tensor is shared in at most one layout; its readers change that privately",
-        "meshes": [[list(axis) for axis in mesh] for mesh in tried.meshes],
-        "microbatches": list(tried.microbatches),
         "generated": counts.get("generated", 0),
         "dropped": {"dominated": counts.get("dominated", 0)},
-        "pruned": [_pruned(o) for o in found.outcomes if o is not found.best],
-        "multipliers": [_multipliers(m) for m in answer.multipliers],
         "side": "masks, tables and ids are decided after the core, outside of the bound",
     }
-    return Proof(found.best.seconds, float(found.bound), found.gap, scope)
-
-
-def _pruned(outcome: Outcome[Posed]) -> dict[str, Any]:
-    known = outcome.bound if outcome.bound < inf else None
-    mesh = [list(axis) for axis in outcome.candidate.mesh]
-    return {"mesh": mesh, "microbatches": outcome.candidate.microbatches, "by": outcome.status, "bound": known}
-
-
-def _multipliers(m: lagrangian.Multipliers) -> dict[str, Any]:
-    high = m.high if m.high < inf else None
-    return {"alpha": m.alpha, "per_byte": m.per_byte, "low": m.low, "high": high, "time": m.time}
+    return Proof(proof["objective"], proof["bound"], proof["gap"], {**scope, **proof["scope"]})
 
 
 # -- other plans -----------------------------------------------------------------------------------------------------
@@ -240,7 +231,8 @@ def _multipliers(m: lagrangian.Multipliers) -> dict[str, Any]:
 
 def _next(solver: Solver, found: Found[Posed], plan: Plan) -> tuple[Alternative, ...]:
     """The next-best plans of other meshes or microbatch counts that the search solved."""
-    made, seen = [], {_change(plan)}
+    made: list[Alternative] = []
+    seen = {_change(plan)}
     for outcome in found.alternatives[: 2 * ALTERNATIVES]:
         if len(made) == ALTERNATIVES or outcome.problem is None or outcome.answer.assignment is None:
             continue

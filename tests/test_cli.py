@@ -72,14 +72,14 @@ def compiled(monkeypatch):
     plan = Plan(
         ModelId("sha256:ab", "MLP"), ClusterId(ranks_per_node=2), (PlanAxis("tp", 2, "host", 1, ("tp",)),), {"tp": 2}
     )
-    found = types.SimpleNamespace(calls=[], plan=plan, answers={})
+    found = types.SimpleNamespace(calls=[], plan=plan, answers={}, search=None)
 
     def compile(model, cluster, **options):
         found.calls.append((model, cluster, options))
         answer = found.answers.get(options["pins"].text(), plan)
         if isinstance(answer, BaseException):
             raise answer
-        return types.SimpleNamespace(detailed_plan=lambda: answer, plan=answer)
+        return types.SimpleNamespace(detailed_plan=lambda: answer, plan=answer, search=found.search)
 
     monkeypatch.setitem(vars(autopar), "compile", compile)
     return found
@@ -236,6 +236,15 @@ def test_plan_json_prints_the_plan_and_writes_no_file(compiled, tmp_path, monkey
     assert main(["plan", MLP, "--ranks", "2", "--pin", "tp=2", "--json", "--out", "plan.json"]) == 0
     assert autopar.plan.from_json(json.loads(capsys.readouterr().out)) == compiled.plan
     assert not list(tmp_path.iterdir())
+
+
+def test_plan_saves_the_search(compiled, tmp_path, capsys):
+    from autopar.solver.file import Record, Saved, load
+    from autopar.solver.search import Candidate
+
+    compiled.search = Saved((Record(Candidate(((2, 1),), 1), "roofline", 2.0),), 8.0)
+    assert main(["plan", MLP, "--ranks", "2", "--json", "--problem", str(tmp_path / "search.npz")]) == 0
+    assert load(tmp_path / "search.npz").records[0].bound == 2.0
 
 
 def test_plan_on_another_cluster(compiled):

@@ -40,7 +40,7 @@ def proof(plan: Plan) -> Section:
 
 
 def _scope(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    known = ("axes", "nesting", "copies", "meshes", "microbatches", "generated", "dropped", "pruned")
+    known = ("axes", "nesting", "copies", "side", "meshes", "microbatches", "generated", "dropped", "pruned")
     for key in sorted(scope, key=lambda key: (known.index(key) if key in known else len(known), key)):
         value = scope[key]
         if key == "pruned" and isinstance(value, list):

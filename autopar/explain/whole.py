@@ -10,12 +10,14 @@ from autopar.explain.page import Section
 from autopar.plan import Plan
 
 LIGHT = "no matmul, attention or convolution"
+CHOSEN = "no division in scope is cheaper"
+HEAVY = ("linear", "mm", "matmul", "attention", "conv", "einsum")  # parts of the names of ops that do the work
 
 
 def whole(plan: Plan) -> Section:
     """The section of what stays whole."""
     left = [(w.axis, w.fqn, short(w.op), w.why) for w in plan.predicted.whole]
-    left += [(axis, fqn, ops, LIGHT) for axis, fqn, ops in _undivided(plan)]
+    left += _undivided(plan)
     folded: dict[tuple[str, str, str], list[str]] = {}
     for axis, fqn, op, why in left:
         folded.setdefault((axis, op, why), []).append(fqn or "(model)")
@@ -23,16 +25,17 @@ def whole(plan: Plan) -> Section:
     return Section("What stays whole", rows, ("axis", "module", "ops", "why"))
 
 
-def _undivided(plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """(axis, module, ops) of what every rank of a tensor axis does alike, beyond the ops that `Predicted` names."""
+def _undivided(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
+    """(axis, module, ops, why) of what every rank of a tensor axis does alike, beyond the ops `Predicted` names."""
     told = {(w.axis, w.fqn, w.op) for w in plan.predicted.whole}
     for a, axis in enumerate(plan.axes):
-        found: dict[str, list[str]] = {}
+        found: dict[tuple[str, str], list[str]] = {}
         for op in (op for group in plan.classes for op in group.ops if "tp" in axis.display):
             if op.choices[a] in ("I", "R") and (axis.name, op.fqn, op.op) not in told:
-                found.setdefault(op.fqn, []).append(short(op.op))
-        for fqn, ops in found.items():
-            yield axis.name, fqn, ", ".join(dict.fromkeys(ops))
+                why = CHOSEN if any(word in op.op for word in HEAVY) else LIGHT
+                found.setdefault((op.fqn, why), []).append(short(op.op))
+        for (fqn, why), ops in found.items():
+            yield axis.name, fqn, ", ".join(dict.fromkeys(ops)), why
 
 
 def short(op: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from autopar.passes.layout import Layout
 
@@ -95,9 +95,22 @@ def is_tensor(node: object) -> bool:
 
 def operand_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensor operands in the order of args then kwargs, lists flattened; a tensor used twice is listed twice."""
-    return tuple(
-        a for a in tree_leaves((node.args, node.kwargs), is_leaf=lambda x: isinstance(x, fx.Node)) if is_tensor(a)
-    )
+    found: list[fx.Node] = []
+    _collect(node.args, found)
+    _collect(node.kwargs, found)
+    return tuple(found)
+
+
+def _collect(a: Any, into: list[fx.Node]) -> None:
+    if isinstance(a, fx.Node):
+        if is_tensor(a):
+            into.append(a)
+    elif isinstance(a, (tuple, list)):
+        for x in a:
+            _collect(x, into)
+    elif isinstance(a, dict):
+        for x in a.values():
+            _collect(x, into)
 
 
 def annotate(graph_module: fx.GraphModule, trainable: Callable[[str], bool]) -> None:

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from torch import fx
 
 from autopar.errors import AutoparError
+from autopar.passes.calls import call_key
 from autopar.passes.changes import cost
 from autopar.passes.completion import is_op, produced_parts
 from autopar.passes.facts import Choice, Strategy, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
-from autopar.passes.saves import call_of
 from autopar.passes.strategy import choices, rule, strategy
 
 
@@ -41,7 +41,7 @@ def follow_time(gm: fx.GraphModule, batch_inputs: frozenset[str], rows: tuple[in
     for node in gm.graph.nodes:
         if is_op(node):
             have = tuple(layouts[n] for n in operand_nodes(node))
-            key = (_call(node), have)
+            key = (call_key(node), have)
             if key not in memo:
                 memo[key] = _decide(node, have, mesh)
             ops[node], made = memo[key]
@@ -56,14 +56,6 @@ def follow_time(gm: fx.GraphModule, batch_inputs: frozenset[str], rows: tuple[in
             if node.name in batch_inputs and node.op == "placeholder":
                 layouts[node] = layouts[node].with_shard(0, 0)
     return TimeChoices(ops, layouts)
-
-
-def _call(node: fx.Node) -> Hashable:
-    """What the op is, free of names; found once."""
-    if "autopar_call" not in node.meta:
-        node.meta["autopar_call"] = (call_of(node), fact(node).values)
-    found: Hashable = node.meta["autopar_call"]
-    return found
 
 
 def _decide(node: fx.Node, have: tuple[Layout, ...], mesh: Mesh) -> tuple[Choice, Strategy]:

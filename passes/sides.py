@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import fx
 
+from autopar.passes.calls import call_key
 from autopar.passes.changes import costs
 from autopar.passes.completion import is_op, result_slots
 from autopar.passes.facts import KEY, Choice, Strategy, fact, is_tensor, operand_nodes, value
@@ -22,7 +23,6 @@ from autopar.passes.follow_time import TimeChoices
 from autopar.passes.insert_changes import is_getitem, output_layouts
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.moves import settle
-from autopar.passes.saves import call_of
 from autopar.passes.strategy import choices, strategy
 
 SWEEPS = 4
@@ -145,7 +145,7 @@ class _Sides:
 
     def _choose(self, node: fx.Node, have: tuple[Layout, ...] | None) -> Strategy:
         wants = tuple(self._wants(t) if t is not None else () for t in result_slots(node))
-        call = _call(node)
+        call = call_key(node)
         key = (call, self.times.ops.get(node), have, wants)
         if key not in self._chosen:
             menu = self._menu(node, call)
@@ -219,13 +219,6 @@ def _buffers(output: fx.Node) -> Collection[fx.Node]:
 def _whole(tensor: fx.Node, mesh: Mesh) -> Layout:
     whole = Layout.uniform("I", len(mesh.axes), len(value(tensor).shape))
     return whole if mesh.time is None else whole.with_kind(mesh.time, "R")
-
-
-def _call(node: fx.Node) -> Hashable:
-    if "autopar_call" not in node.meta:
-        node.meta["autopar_call"] = (call_of(node), fact(node).values)
-    found: Hashable = node.meta["autopar_call"]
-    return found
 
 
 __all__ = ["output_layouts", "sides"]

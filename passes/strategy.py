@@ -11,12 +11,15 @@ from collections.abc import Iterable, Sequence
 
 from torch import fx
 
+from autopar.passes.calls import call_key
 from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh, Split
 from autopar.passes.rules.core import Dim, Dims, Rule, Special, rule_of
 
 INVARIANT = Choice("I")
 REPLICATED = Choice("R")
+MOST_FOUND = 1 << 18  # strategies remembered, of equal calls
+_FOUND: dict[tuple[int, Mesh, tuple[Choice, ...], tuple[int, ...]], Strategy | None] = {}
 MOST_PARTS = 64  # a cut that restarts more often than this is not offered: such copies cost more than they save
 
 
@@ -58,6 +61,15 @@ def strategy(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice], order: Iterabl
     ``order``: all axes, outermost first; where two axes cut the same dim they nest in this order, time outermost.
     """
     order = tuple(sorted(order, key=lambda a: not mesh.axes[a].is_time))
+    key = (call_key(node), mesh, tuple(chosen), order)
+    if key not in _FOUND:
+        if len(_FOUND) > MOST_FOUND:
+            _FOUND.clear()
+        _FOUND[key] = _strategy(node, mesh, chosen, order)
+    return _FOUND[key]
+
+
+def _strategy(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice], order: tuple[int, ...]) -> Strategy | None:
     operand_values = [value(n) for n in operand_nodes(node)]
     results = fact(node).values
     found = rule(node)

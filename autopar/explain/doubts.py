@@ -46,7 +46,10 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:
     if predicted.parts.get("hidden_s"):
         yield "assumed overlap", "hidden communication runs wholly beside compute, at no cost to it"
     if held := predicted.parts.get(HELD):
-        remark = "beyond the peak: today's runtime keeps weights gathered at each use until backward"
+        remark = (
+            "beyond the peak: weights gathered at each use are priced as released, and gathered again by backward "
+            "(in hidden time, not among the collectives); today's runtime keeps them"
+        )
         yield "held weights", f"{bytes_text(held)} {remark}"
 
 

@@ -10,6 +10,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cluster import Chip
+from autopar.passes.calls import call_key
 from autopar.passes.completion import produced_parts
 from autopar.passes.facts import Choice, Strategy, fact, operand_nodes, value
 from autopar.passes.layout import Axis, Layout, Mesh
@@ -46,7 +47,7 @@ class Menu:
     """The strategies of ops. Keeps what does not depend on the other axes of a mesh."""
 
     def __init__(self) -> None:
-        self._alone: dict[tuple[fx.Node, int, Parts], list[Choice]] = {}
+        self._alone: dict[tuple[int, int, Parts], list[Choice]] = {}
 
     def strategies(
         self, op: fx.Node, mesh: Mesh, time: Choice | None, proposals: Sequence[tuple[str, tuple[int, ...]]]
@@ -59,7 +60,7 @@ class Menu:
         return [s for s in found if s is not None]
 
     def _choices(self, op: fx.Node, size: int, proposals: Parts) -> list[Choice]:
-        key = (op, size, proposals)
+        key = (call_key(op), size, proposals)
         if key not in self._alone:
             self._alone[key] = choices(op, Mesh((Axis("alone", size),)), 0, proposals)
         return self._alone[key]

@@ -8,6 +8,7 @@
 - saved bytes: at the reader whose operand autograd keeps, in the layout that it reads; of a tensor with several such
   readers once, in the shared layout. A view's storage counts at the tensor that owns it. Gathered weights count as
   working memory: twice, since a gradient of their size is made.
+- a thousandth of all hidden seconds is exposed: of plans that hide all of it, the one that moves least is taken.
 - the side (`passes.units`) costs nothing here, so that bounds hold; it is decided afterwards.
 """
 
@@ -20,7 +21,8 @@ import numpy as np
 from torch import fx
 
 from autopar.cluster import Cluster
-from autopar.op_states import Column, Menu, OpStates, arriving_parts, op_states
+from autopar.op_states import Column, Menu, OpStates, Parts, arriving_parts, op_states
+from autopar.passes.calls import call_key
 from autopar.passes.changes import costs
 from autopar.passes.facts import Choice, Value
 from autopar.passes.layout import Axis, Layout, Mesh
@@ -46,6 +48,7 @@ from autopar.solver.problem import (
 from autopar.wires import wire_of
 from autopar.wiring import Reader, Tensor, Wiring
 
+UNHIDDEN = 1e-3  # of hidden seconds, taken as exposed so that ties are broken
 ADAMW_STATES = 2  # tensors of a parameter's size and dtype that the optimizer holds
 
 
@@ -65,9 +68,7 @@ class Posed:
 
 def mesh_of(cluster: Cluster, axes: Sequence[tuple[int, int]], rows: tuple[int, ...]) -> Mesh:
     """The mesh of neutral axes (size, stride), outermost first, and of several microbatches of ``rows``."""
-    space = [
-        Axis(f"axis{i}", size, wire=wire_of(cluster, size, stride)) for i, (size, stride) in enumerate(axes)
-    ]
+    space = [Axis(f"axis{i}", size, wire=wire_of(cluster, size, stride)) for i, (size, stride) in enumerate(axes)]
     return Mesh((*space, Axis("time", len(rows), rows)) if len(rows) > 1 else tuple(space))
 
 
@@ -97,6 +98,7 @@ class _Pose:
     def __post_init__(self) -> None:
         self.plain = self.mesh.without_wires()
         self.microbatches = 1 if self.mesh.time is None else self.mesh.axes[self.mesh.time].size
+        self._op_states: dict[tuple[int, Choice | None, Parts, tuple[int, ...]], OpStates] = {}
         self._seconds: dict[tuple[Value, tuple[Layout, ...], tuple[Layout, ...]], Array] = {}
 
     def run(
@@ -137,6 +139,7 @@ class _Pose:
         times: Mapping[fx.Node, Choice],
         proposals: Mapping[fx.Node, Sequence[tuple[str, tuple[int, ...]]]],
     ) -> tuple[OpStates, ...]:
+        """Equal calls share their states."""
         made: dict[fx.Node, tuple[Layout, ...]] = {}
         found: list[OpStates] = []
         outputs = _results(wiring)
@@ -145,8 +148,13 @@ class _Pose:
             parts = list(proposals.get(op, ()))
             for slot in wiring.core[i]:
                 parts += arriving_parts(op, slot, made.get(operands[i, slot], ()), self.plain)
-            strategies = self.menu.strategies(op, self.plain, times.get(op), list(dict.fromkeys(parts)))
-            states = op_states(op, strategies, wiring.core[i], self.plain, self.cluster.chip, self.microbatches)
+            key = (call_key(op), times.get(op), tuple(dict.fromkeys(parts)), wiring.core[i])
+            if key not in self._op_states:
+                strategies = self.menu.strategies(op, self.plain, times.get(op), key[2])
+                self._op_states[key] = op_states(
+                    op, strategies, wiring.core[i], self.plain, self.cluster.chip, self.microbatches
+                )
+            states = self._op_states[key]
             found.append(states)
             for r, column in enumerate(states.results):
                 if column is not None and (i, r) in outputs:
@@ -186,7 +194,9 @@ class _Pose:
                 t = outputs.get(node, view[group])
                 made[group] = self._variable(t, tuple(layouts[group]))
             variable, of = made[group]
-            variables.append(Variable(str(node.target if t.parameter else node), variable.kind, variable.states, variable.costs))
+            variables.append(
+                Variable(str(node.target if t.parameter else node), variable.kind, variable.states, variable.costs)
+            )
             states.append(of)
         return tuple(variables), tuple(states)
 
@@ -223,6 +233,7 @@ class _Pose:
                 row[STATIC] += entry
             row[COMPUTE] = adamw(rest, self.cluster.chip.memory_rate) if v.grad else 0.0
             row[HIDDEN] = s.seconds(self.microbatches)
+            row[EXPOSED] = UNHIDDEN * row[HIDDEN]
             if s.gather == "use":
                 row[TRANSIENT] = local_bytes(v, s.use, self.plain) * (2 if v.grad else 1)
         return rows
@@ -329,7 +340,9 @@ class _Pose:
         key = (t.value, sources, targets)
         if key not in self._seconds:
             self._seconds[key] = costs(sources, targets, t.value, self.mesh) * self.microbatches
-        table[..., HIDDEN if t.weight else EXPOSED] = self._seconds[key]
+        table[..., EXPOSED] = self._seconds[key] * (UNHIDDEN if t.weight else 1.0)
+        if t.weight:
+            table[..., HIDDEN] = self._seconds[key]
         return table
 
     def _returned(self, t: Tensor, layouts: tuple[Layout, ...]) -> Array:
@@ -341,9 +354,7 @@ class _Pose:
     def _bytes(self, v: Value, layouts: Sequence[Layout]) -> Array:
         return np.array([local_bytes(v, x, self.plain) for x in layouts], np.float64)
 
-    def _copies(
-        self, v: Value, sources: Sequence[Layout], targets: Sequence[Layout], *, same_is_free: bool
-    ) -> Array:
+    def _copies(self, v: Value, sources: Sequence[Layout], targets: Sequence[Layout], *, same_is_free: bool) -> Array:
         """Bytes of each target, none where the source is the same storage and is counted elsewhere."""
         held = np.broadcast_to(self._bytes(v, targets), (len(sources), len(targets))).copy()
         if same_is_free:

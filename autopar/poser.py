@@ -17,10 +17,11 @@ from autopar.passes import run
 from autopar.passes.completion import is_op
 from autopar.passes.divide_work import propose_parts
 from autopar.passes.facts import value
-from autopar.passes.follow_time import TimeChoices, follow_time
+from autopar.passes.follow_time import TimeChoices, cut_alike, follow_time
 from autopar.passes.keepers import keepers
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.units import Units, core_ops, cut_units
+from autopar.pins import microbatch_rows
 from autopar.pose import Posed, mesh_of, pose
 from autopar.wiring import Known, Wiring, weights_of, wire
 
@@ -75,6 +76,7 @@ class Poser:
     def __post_init__(self) -> None:
         self.menu = Menu()
         self._times: dict[int, TimeChoices | str] = {}
+        self._finest: TimeChoices | None = None
 
     @property
     def captured(self) -> Capture:
@@ -96,26 +98,35 @@ class Poser:
 
     def rows(self, microbatches: int) -> tuple[int, ...]:
         """Rows of each microbatch."""
-        return (self.captured.batch // microbatches,) * microbatches
+        return microbatch_rows(self.captured.batch, 1, microbatches)
 
     def times(self, microbatches: int) -> TimeChoices | str:
         """What every op does over time, or why there cannot be so many microbatches."""
         if microbatches not in self._times:
-            self._times[microbatches] = self._follow(microbatches)
+            if microbatches > 1 and self._finest is None and self.captured.batch not in self._times:
+                self._times[self.captured.batch] = self._follow(self.captured.batch)
+            self._times[microbatches] = self._times.get(microbatches) or self._follow(microbatches)
         return self._times[microbatches]
 
     def _follow(self, microbatches: int) -> TimeChoices | str:
+        """What is done with one row a microbatch is done with any number, wherever that is legal."""
         if microbatches == 1:
             return TimeChoices({}, {})
-        if self.captured.batch % microbatches:
-            return f"{microbatches} microbatches do not divide the batch of {self.captured.batch} rows"
+        if self.captured.batch < microbatches:
+            return f"{microbatches} microbatches are more than the batch of {self.captured.batch} rows"
+        body, rows = self.body(microbatches), self.rows(microbatches)
         batched = frozenset(i.name for i in self.captured.inputs if i.batch)
-        body = self.body(microbatches)
+        if self._finest is not None and cut_alike(self._finest, rows):
+            return self._finest
         try:
-            found = follow_time(body.prepared.body, batched, self.rows(microbatches))
+            found = follow_time(body.prepared.body, batched, rows)
         except AutoparError as error:
             return str(error)
-        return found if body.regular(found) else "equal layers would treat their microbatches differently"
+        if not body.regular(found):
+            return "equal layers would treat their microbatches differently"
+        if max(rows) == 1:
+            self._finest = found
+        return found
 
     def pose(self, axes: Sequence[tuple[int, int]], microbatches: int) -> Posed:
         """The problem on a mesh of axes (size, stride), outermost first. `times` must be legal."""

@@ -42,8 +42,9 @@ def completed(body: Body, posed: Posed, assignment: Assignment, times: TimeChoic
         if isinstance(held, ParameterState):
             _treat(copy[node], held, posed)
     _unread(gm, frozenset(body.prepared.captured.parameters), posed)
-    captured, over_time = body.prepared.captured, TimeChoices(
-        {copy[n]: c for n, c in times.ops.items()}, {copy[n]: x for n, x in times.layouts.items()}
+    captured, over_time = (
+        body.prepared.captured,
+        TimeChoices({copy[n]: c for n, c in times.ops.items()}, {copy[n]: x for n, x in times.layouts.items()}),
     )
     batched = {i.name for i in captured.inputs if i.batch}
     return sides(gm, posed.mesh, over_time, batched, body.prepared.hoisted)
@@ -58,7 +59,9 @@ def _own_parameters(wiring: Wiring, ops: tuple[fx.Node, ...]) -> list[fx.Node]:
 
 
 def _treat(node: fx.Node, state: ParameterState, posed: Posed) -> None:
-    treat(node, state.rest, state.use, state.gather, "microbatch" if state.reduce == "microbatch" else "step", posed.mesh)
+    treat(
+        node, state.rest, state.use, state.gather, "microbatch" if state.reduce == "microbatch" else "step", posed.mesh
+    )
 
 
 def _unread(gm: fx.GraphModule, parameters: frozenset[str], posed: Posed) -> None:

@@ -58,6 +58,13 @@ def follow_time(gm: fx.GraphModule, batch_inputs: frozenset[str], rows: tuple[in
     return TimeChoices(ops, layouts)
 
 
+def cut_alike(known: TimeChoices, rows: tuple[int, ...]) -> bool:
+    """Whether the same choices are legal, with the same layouts, for microbatches of other rows."""
+    mesh = Mesh((Axis("time", len(rows), rows),))
+    done = {(call_key(node), choice): node for node, choice in known.ops.items()}
+    return all(strategy(node, mesh, [choice], (0,)) is not None for (_, choice), node in done.items())
+
+
 def _decide(node: fx.Node, have: tuple[Layout, ...], mesh: Mesh) -> tuple[Choice, Strategy]:
     found, best = rule(node), None
     operands = [value(n) for n in operand_nodes(node)]

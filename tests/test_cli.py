@@ -410,3 +410,22 @@ def test_as_a_module_a_bad_word_is_one_line():
     done = subprocess.run([sys.executable, "-m", "autopar", "verfy"], capture_output=True, text=True)
     assert done.returncode == 2 and done.stdout == "" and len(done.stderr.splitlines()) == 1
     assert done.stderr.startswith("autopar: argument COMMAND: invalid choice: 'verfy'")
+
+
+def test_a_model_on_devices_too_small_for_it(tmp_path, capsys):
+    from autopar.cluster import FOLDER
+
+    data = json.loads((FOLDER / "h100-dgx.json").read_text())
+    data["chip"]["memory"]["value"] = 27_000.0
+    data["chip"].pop("reserved", None)
+    file = tmp_path / "small.json"
+    file.write_text(json.dumps(data | {"ranks_per_node": 4}))
+    words = [MLP, "--cluster", str(file), "--pin", "tp=2"]
+    assert main(["explain", *words, "--pin", "zero=0", "--pin", "microbatches=1"]) == 1
+    captured = capsys.readouterr()
+    (line,) = captured.err.splitlines()
+    assert line.startswith("autopar: no plan fits: ") and "Nearest: " in line
+    assert "NO: " in captured.out and "Nearest changes that fit" in captured.out and "binds " in captured.out
+    change = line.split("Nearest: ")[1].rstrip(".").split(";")[0].split()
+    assert main(["plan", *words, *(word for pin in change for word in ("--pin", pin)), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fits"] is True

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.build import Prepared, choose, prepare
+from autopar.build import Prepared, choose, choose_again, prepare
 from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
@@ -77,50 +77,68 @@ def _pinned(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str,
 
 def _that_fits(captured: Capture, pins: Pins, cluster: Cluster, first: Planned) -> Planned:
     """The fastest plan that fits, of those with another ZeRO stage or more microbatches where these are open."""
-    fitting, least = _others(captured, pins, cluster, first)
+    stages = _Stages(captured, pins, cluster, first)
+    fitting, least = stages.that_fit(pins)
     if fitting:
         return min(fitting, key=lambda made: made.plan.predicted.step_time_s or 0.0)
     nearest: list[Alternative] = []
     if {"zero", "microbatches"} & pins.named():
-        free = replace(pins, zero=None, microbatches=None)
-        fitting, _ = _others(captured, free, cluster, first)
+        fitting, _ = stages.that_fit(replace(pins, zero=None, microbatches=None))
         nearest = sorted((_alternative(made.plan) for made in fitting), key=lambda a: a.step_time_s or 0.0)
     raise NothingFits(_message(least.plan, nearest), replace(least.plan, alternatives=tuple(nearest)))
 
 
-def _others(captured: Capture, pins: Pins, cluster: Cluster, first: Planned) -> tuple[list[Planned], Planned]:
-    """For each ZeRO stage that is open the plan of fewest microbatches that fits; and of all the one of least memory.
+class _Stages:
+    """Plans on pinned axes that differ in the ZeRO stage and the number of microbatches; each is made once."""
 
-    More microbatches need less memory and, with more collectives and smaller pieces, no less time.
-    """
-    resolved = resolve(pins, cluster.ranks, captured.batch)
-    counts = [pins.microbatches] if pins.microbatches else divisors(captured.batch // resolved.dp)
-    stages = range(4) if pins.zero is None and resolved.dp > 1 else [resolved.zero]
-    fitting: list[Planned] = []
-    tried = [first]
-    for zero in stages:
-        low, high = 0, len(counts)
-        best: Planned | None = None
-        while low < high:
-            at = (low + high) // 2
-            made = _attempt(captured, pins, zero, counts[at], cluster)
-            if made is not None:
-                tried.append(made)
-            if made is None or made.plan.fits:  # a count that the model cannot have: only fewer can be
-                best, high = made or best, at
-            else:
-                low = at + 1
-        fitting += [best] if best is not None else []
-    return fitting, min(tried, key=lambda made: made.plan.predicted.peak_mem_gib or 0.0)
+    def __init__(self, captured: Capture, pins: Pins, cluster: Cluster, first: Planned) -> None:
+        self.captured, self.pins, self.cluster = captured, pins, cluster
+        key = (first.plan.zero, first.plan.microbatches)
+        self.made: dict[tuple[int, int], Planned | None] = {key: first}
+        self.like: dict[bool, Planned] = {first.plan.microbatches > 1: first}
 
+    def that_fit(self, pins: Pins) -> tuple[list[Planned], Planned]:
+        """For each ZeRO stage that ``pins`` leave open the plan of fewest microbatches that fits; and of all that were
+        made the one of least memory. More microbatches need less memory and, with more collectives, no less time."""
+        resolved = resolve(pins, self.cluster.ranks, self.captured.batch)
+        counts = [pins.microbatches] if pins.microbatches else divisors(self.captured.batch // resolved.dp)
+        fitting: list[Planned] = []
+        for zero in range(4) if pins.zero is None and resolved.dp > 1 else [resolved.zero]:
+            low, high = 0, len(counts)
+            best: Planned | None = None
+            while low < high:
+                at = (low + high) // 2
+                made = self._make(zero, counts[at])
+                if made is None or made.plan.fits:  # None: so many the model cannot have, only fewer
+                    best, high = made or best, at
+                else:
+                    low = at + 1
+            fitting += [best] if best is not None else []
+        tried = (made for made in self.made.values() if made is not None)
+        return fitting, min(tried, key=lambda made: made.plan.predicted.peak_mem_gib or 0.0)
 
-def _attempt(captured: Capture, pins: Pins, zero: int, count: int, cluster: Cluster) -> Planned | None:
-    """A plan with these on top of the pins; None where the model cannot run in so many microbatches."""
-    try:
-        made = _pinned(captured, replace(pins, zero=zero, microbatches=count), cluster, {})
-    except AutoparError:
-        return None
-    return replace(made, plan=replace(made.plan, pins=pins.given()))
+    def _make(self, zero: int, count: int) -> Planned | None:
+        if (zero, count) not in self.made:
+            try:
+                self.made[zero, count] = self._attempt(zero, count)
+            except AutoparError:
+                self.made[zero, count] = None
+        return self.made[zero, count]
+
+    def _attempt(self, zero: int, count: int) -> Planned:
+        pins = replace(self.pins, zero=zero, microbatches=count)
+        resolved = resolve(pins, self.cluster.ranks, self.captured.batch)
+        like = self.like.get(count > 1)
+        if like is None:
+            prepared = prepare(self.captured, count)
+            plan = choose(prepared, resolved, self.cluster)
+        else:
+            prepared = like.prepared
+            plan = choose_again(like.plan, prepared, resolved, self.cluster)
+        plan = replace(plan, pins=self.pins.given())
+        made = Planned(predict(plan, prepared, self.cluster), prepared)
+        self.like.setdefault(count > 1, made)
+        return made
 
 
 def _alternative(plan: Plan) -> Alternative:
@@ -135,9 +153,11 @@ def _message(plan: Plan, nearest: list[Alternative]) -> str:
     parts = plan.predicted.parts
     limit = parts.get("memory_limit_bytes", 0.0) / GIB
     owners = sorted(((parts.get(key, 0.0) / GIB, word) for key, word in OWNERS.items()), reverse=True)[:2]
-    named = ", ".join(f"{word} {size:.1f}" for size, word in owners if size)
+    named = ", ".join(f"{word} {_size(size)}" for size, word in owners if size)
     way = f"Nearest: {nearest[0].change}" if nearest else "Use more ranks, a smaller batch, or other pins"
-    return (
-        f"no plan fits: {plan.one_line()} needs {plan.predicted.peak_mem_gib or 0.0:.2f} GiB of {limit:.2f} a rank "
-        f"({named}). {way}."
-    )
+    need = _size(plan.predicted.peak_mem_gib or 0.0)
+    return f"no plan fits: {plan.one_line()} needs {need} GiB of {_size(limit)} a rank ({named}). {way}."
+
+
+def _size(gib: float) -> str:
+    return f"{gib:.1f}" if gib >= 100 else f"{gib:.3g}"

@@ -154,13 +154,17 @@ def record(state: Completion, zero: int, over: Collection[int]) -> None:
         if node in state.plans:
             node.meta[KEY] = replace(fact(node), strategy=state.plans[node])
         elif node in state.leaves and node.op == "get_attr" and node.target in state.parameters:
-            use = state.leaves[node]
-            rest = resting(value(node), use, state.mesh, over if zero else ())
-            pieces = any(a == "S" != b for a, b in zip(rest.kinds, use.kinds, strict=True))
-            gather = "use" if zero == 3 and pieces else "step" if needs_change(rest, use) else "never"
-            treat(node, rest, use, gather, "microbatch" if zero >= 2 else "step", state.mesh)
+            treat_by_stage(node, state.leaves[node], zero, over, state.mesh)
         elif is_tensor(node):
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), state.order, (), (state.layout(node),)))
+
+
+def treat_by_stage(node: fx.Node, use: Layout, zero: int, over: Collection[int], mesh: Mesh) -> None:
+    """`treat` a parameter as a ZeRO stage over axes ``over`` does."""
+    rest = resting(value(node), use, mesh, over if zero else ())
+    pieces = any(a == "S" != b for a, b in zip(rest.kinds, use.kinds, strict=True))
+    gather = "use" if zero == 3 and pieces else "step" if needs_change(rest, use) else "never"
+    treat(node, rest, use, gather, "microbatch" if zero >= 2 else "step", mesh)
 
 
 def treat(node: fx.Node, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh) -> None:

@@ -136,7 +136,7 @@ def test_one_line():
     ],
 )
 def test_zero_of_a_plan(rest, use, gather, reduce, zero):
-    axes = (PlanAxis("dp", 2, "host", 1, ("dp_shard",)), PlanAxis("tp", 1, "host", 1))
+    axes = (PlanAxis("x", 2, "host", 1), PlanAxis("y", 1, "host", 1))
     assert Plan(ModelId("x"), axes=axes, parameters={"w": Parameter((4,), rest, use, gather, reduce)}).zero == zero
 
 

@@ -13,10 +13,11 @@ from autopar.check_plan import CHOICE
 from autopar.explain.axes import legend
 from autopar.explain.fold import fold, pattern
 from autopar.explain.page import Section
+from autopar.explain.units import named_ops
 from autopar.explain.whole import short
 from autopar.plan import Op, Plan
 
-COLUMNS = ("module", "op", "in", "out", "units")
+COLUMNS = ("module", "op", "in", "out")
 
 
 @dataclass(frozen=True)
@@ -52,20 +53,13 @@ NAMES = {"scaled_dot_product_attention": "attention", "cross_entropy_sum": "cros
 
 def layouts(plan: Plan) -> Section:
     """The section of layouts; equal ops of repeated layers are one row."""
-    repeats = [sum(u.kind == c for u in plan.units) for c in range(len(plan.classes))]
-    folded: dict[tuple[str, str, str, str, int], list[str]] = {}
-    for times, group in zip(repeats, plan.classes, strict=True):
-        for op in group.ops:
-            if short(op.op) in OPS and (found := in_and_out(plan, op)) is not None:
-                name = NAMES.get(short(op.op), short(op.op))
-                folded.setdefault((pattern(op.fqn), name, *found, max(times, 1)), []).append(op.fqn or "(model)")
-    rows = tuple(
-        (fold(sorted(set(fqns), key=fqns.index)), name, ins, outs, str(times))
-        for (_, name, ins, outs, times), fqns in folded.items()
-    )
-    if all(row[-1] == "1" for row in rows):
-        return Section("Ops", tuple(row[:-1] for row in rows), COLUMNS[:-1], _note(plan))
-    return Section("Ops", rows, COLUMNS, f"{_note(plan)} Units: how many equal ones the row stands for.")
+    folded: dict[tuple[str, str, str, str], list[str]] = {}
+    for op, names in named_ops(plan):
+        if short(op.op) in OPS and (found := in_and_out(plan, op)) is not None:
+            name = NAMES.get(short(op.op), short(op.op))
+            folded.setdefault((pattern(names[0]), name, *found), []).extend(names)
+    rows = tuple((fold(list(dict.fromkeys(fqns))), name, ins, outs) for (_, name, ins, outs), fqns in folded.items())
+    return Section("Ops", rows, COLUMNS, _note(plan))
 
 
 def _note(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from autopar.explain.axes import axis_name
 from autopar.explain.fold import fold
 from autopar.explain.page import Section
+from autopar.explain.units import named_ops
 from autopar.plan import Plan
 
 LIGHT = "no matmul, attention or convolution"
@@ -30,10 +31,11 @@ def _undivided(plan: Plan) -> Iterator[tuple[str, str, str, str]]:
     told = {(w.axis, w.fqn, w.op) for w in plan.predicted.whole}
     for a, axis in enumerate(plan.axes):
         found: dict[tuple[str, str], list[str]] = {}
-        for op in (op for group in plan.classes for op in group.ops if "tp" in axis.display):
+        for op, names in named_ops(plan) if "tp" in axis.display else ():
             if op.choices[a] in ("I", "R") and (axis.name, op.fqn, op.op) not in told:
                 why = CHOSEN if any(word in op.op for word in HEAVY) else LIGHT
-                found.setdefault((op.fqn, why), []).append(short(op.op))
+                for name in names:
+                    found.setdefault((name, why), []).append(short(op.op))
         for (fqn, why), ops in found.items():
             yield axis.name, fqn, ", ".join(dict.fromkeys(ops)), why
 

@@ -121,7 +121,8 @@ def one_bound(evaluation: Evaluation, multipliers: Iterable[Multipliers]) -> tup
 
 def free_bound(evaluation: Evaluation, multipliers: Iterable[Multipliers]) -> tuple[float, tuple[Multipliers, ...]]:
     """Seconds that no assignment can beat even without a memory limit, and the multipliers to give it again."""
-    return one_bound(evaluation, [replace(m, per_byte=0.0, time=1.0) for m in multipliers])
+    bound, (m,) = one_bound(evaluation, [replace(m, per_byte=0.0, time=1.0) for m in multipliers])
+    return bound, (replace(m, low=0.0),)  # bytes cost nothing, so that any transient is covered
 
 
 def bound_ranges(evaluation: Evaluation, pool: Pool, target_gap: float) -> list[Range]:

@@ -81,3 +81,17 @@ def test_figures_are_compared_up_to_rounding():
     assert Checked("x", None, None).ok and not Checked("x", None, 1.0).ok and not Checked("x", 1.0, None).ok
     assert str(Checked("x", 2.0, None)) == "x: 2, but that is unknown"
     assert replace(Checked("x", 2.0, None), expected=2.0).ok
+
+
+def test_the_proof_of_a_solved_model(tmp_path, capsys):
+    from autopar.capture import capture
+    from autopar.cluster import Cluster
+    from autopar.models import mlp
+    from autopar.solve import solved
+
+    model, args, kwargs = mlp.make()
+    found = solved(capture(model, args, kwargs, check=False), Cluster.local(ranks=4))
+    found.plan.save(tmp_path / "plan.json")
+    save(tmp_path / "search.npz", found.saved())
+    code, out = _check(tmp_path, capsys)
+    assert code == 0 and "8 bounds, objective and gap: found again" in out, out

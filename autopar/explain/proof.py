@@ -14,8 +14,8 @@ from autopar.plan import Plan
 BY = {
     "illegal": "illegal for this model",
     "memory": "cannot fit, by a bound on their bytes",
-    "roofline": "slower by a bound on compute and communication alone",
-    "multipliers": "slower by the Lagrangian bound at other multipliers",
+    "roofline": "no gain beyond the target gap, by a bound on compute alone",
+    "multipliers": "no gain beyond the target gap, by a Lagrangian bound",
     "dominated": "no faster than fewer microbatches on the same mesh",
     "solved": "solved in full, the chosen one among them",
     "open": "not finished: bounded only",

@@ -44,7 +44,7 @@ class Planned:
 
 def solves(pins: Pins) -> bool:
     """Whether the solver makes the plan: nobody has said what the axes are for."""
-    return False  # with autopar/solve.py: not {"dp", "tp"} & pins.named()
+    return not {"dp", "tp"} & pins.named()
 
 
 def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str, Layout]) -> Planned:

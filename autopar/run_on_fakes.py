@@ -22,7 +22,9 @@ from autopar.passes.divide_work import has_flops
 if TYPE_CHECKING:
     from autopar.passes.lower import Local
 
-PASSED_ON = ("replicate", "invariant", "keep")  # ops that return their operand where they can; their fakes cannot
+PASSED_ON = ("replicate", "invariant")
+"""Ops that return their operand where they can; their fakes cannot. (``keep`` does on one rank, and writes zeros on all
+others: what is counted is the rank that holds most.)"""
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ class _Run(fx.Interpreter):
             return
         name = n.target._schema.name.split("::")[1]  # type: ignore[union-attr]
         source, result = self._root(_key(x)), _key(made)
-        if name in PASSED_ON and x.is_contiguous() and (name != "keep" or n.args[1] == 0):
+        if name in PASSED_ON and x.is_contiguous():
             self.stands_for[result] = source
         elif source in self.weights:
             self.weights.add(result)

@@ -76,11 +76,12 @@ MLP, GPT2, LLAMA = (f"autopar.models.{name}:make" for name in ("mlp", "gpt2", "l
 )
 def test_bytes_are_those_of_real_ranks(pool, target, pins):
     plan = planned(captured(target), **pins)
-    real, parts = pool.run(measured, ModelSpec(target), 24, plan.dumps())[0], plan.predicted.parts
+    every, parts = pool.run(measured, ModelSpec(target), 24, plan.dumps()), plan.predicted.parts
+    real = every[0]
     assert parts["parameters_bytes"] == real.parameters
     assert parts["gradients_bytes"] == real.gradients
     assert parts["optimizer_bytes"] == real.optimizer
-    assert parts["saved_bytes"] + parts["gathered_held_bytes"] == pytest.approx(real.saved, rel=0.02)
+    assert parts["saved_bytes"] + parts["gathered_held_bytes"] == pytest.approx(max(m.saved for m in every), rel=0.02)
     assert (parts["gathered_held_bytes"] > 0) == (pins["zero"] == 3)
 
 

@@ -6,8 +6,8 @@
   is shared; a parameter: how it rests, is gathered and reduced.
 - change of layout between two of them: exposed seconds; of parameters, and of what depends on parameters alone: hidden.
 - saved bytes: at the reader whose operand autograd keeps, in the layout that it reads; of a tensor with several such
-  readers once, in the shared layout. A view's storage counts at the tensor that owns it. Gathered weights count as
-  working memory: twice, since a gradient of their size is made.
+  readers once, in the shared layout. A view's storage counts at the tensor that owns it. A weight gathered at its use
+  counts as working memory of the op that reads it.
 - a thousandth of all hidden seconds is exposed: of plans that hide all of it, the one that moves least is taken.
 - the side (`passes.units`) costs nothing here, so that bounds hold; it is decided afterwards.
 """
@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 from torch import fx
 
 from autopar.cluster import Cluster
@@ -46,7 +47,7 @@ from autopar.solver.problem import (
     Variable,
 )
 from autopar.wires import wire_of
-from autopar.wiring import Reader, Tensor, Wiring
+from autopar.wiring import Tensor, Wiring
 
 UNHIDDEN = 1e-3  # of hidden seconds, taken as exposed so that ties are broken
 ADAMW_STATES = 2  # tensors of a parameter's size and dtype that the optimizer holds
@@ -234,8 +235,6 @@ class _Pose:
             row[COMPUTE] = adamw(rest, self.cluster.chip.memory_rate) if v.grad else 0.0
             row[HIDDEN] = s.seconds(self.microbatches)
             row[EXPOSED] = UNHIDDEN * row[HIDDEN]
-            if s.gather == "use":
-                row[TRANSIENT] = local_bytes(v, s.use, self.plain) * (2 if v.grad else 1)
         return rows
 
     # -- a class -------------------------------------------------------------------------------------------------
@@ -320,17 +319,27 @@ class _Pose:
     def _read_parameter(
         self, t: Tensor, ops: Sequence[OpStates], at: int, states: tuple[ParameterState, ...]
     ) -> list[Factor]:
-        """From how a parameter is used to each reader."""
-        uses = tuple(dict.fromkeys(s.use for s in states))
+        """From how a parameter is used to each reader. One that is gathered here is held while the reader works."""
+        uses = tuple(dict.fromkeys((s.use, s.gather == "use") for s in states))
         index = {use: i for i, use in enumerate(uses)}
-        rows = np.array([index[s.use] for s in states], np.int64)
+        rows = np.array([index[s.use, s.gather == "use"] for s in states], np.int64)
+        layouts = tuple(use for use, _ in uses)
+        gathered = np.array([here for _, here in uses])
+        held = self._bytes(t.value, layouts)
         found = []
         for reader in t.readers:
             target = _column(ops[reader.op].operands, reader.slot)
-            table = self._changes(t, uses, target.layouts)
+            working = ops[reader.op].costs[:, TRANSIENT]
+            pairs, cols = np.unique(np.stack([target.of, working], axis=1), axis=0, return_inverse=True)
+            of = pairs[:, 0].astype(np.int64)
+            table = self._changes(t, layouts, target.layouts)
             if reader.keeps:
-                table[..., SAVED] = self._copies(t.value, uses, target.layouts, same_is_free=True)
-            found.append(Factor(at, reader.op, rows, target.of, table))
+                table[..., SAVED] = self._copies(t.value, layouts, target.layouts, same_is_free=True)
+            if t.slots == 1:
+                table[~_as_read(layouts, target.layouts)] = np.inf
+            table = table[:, of]
+            table[..., TRANSIENT] = np.where(gathered[:, None], held[:, None] + pairs[None, :, 1], 0.0)
+            found.append(Factor(at, reader.op, rows, cols.reshape(-1).astype(np.int64), table))
         return found
 
     # -- tables --------------------------------------------------------------------------------------------------
@@ -364,6 +373,17 @@ class _Pose:
                     if a[i] == b[j] and source.dims == target.dims:
                         held[i, j] = 0.0
         return held
+
+
+def _as_read(uses: Sequence[Layout], wants: Sequence[Layout]) -> npt.NDArray[np.bool_]:
+    """Whether the one reader of a parameter takes it as it is used: a change would better be part of the gather. (A
+    partial sum is made of a whole one.)"""
+
+    def fits(use: Layout, want: Layout) -> bool:
+        pairs = zip(use.kinds, want.kinds, strict=True)
+        return use.dims == want.dims and all(a == b or (b == "P" and a in "RI") for a, b in pairs)
+
+    return np.array([[fits(use, want) for want in wants] for use in uses])
 
 
 def returned_layout(output: str, v: Value, mesh: Mesh) -> Layout:

@@ -33,7 +33,7 @@ class Tensor:
     ``made``: (op, result) where the unit makes it. ``border``: its number among the unit's borders. ``hub``: it is a
     variable. ``kept``: slots of the whole graph that keep it; ``own``: the op that makes it keeps it; ``view``: it
     shares its operand's storage. ``output``: ``loss`` or ``buffer`` where the program returns it so. ``weight``: it depends on parameters
-    alone, so that its changes run beside the compute."""
+    alone, so that its changes run beside the compute; ``slots``: of all units that read it (2: or more)."""
 
     node: fx.Node
     value: Value
@@ -47,6 +47,7 @@ class Tensor:
     view: bool
     output: str | None
     weight: bool
+    slots: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,6 +120,7 @@ def _tensor(
         view=node in known.keepers.views or parameter,
         output=output,
         weight=node in known.weights,
+        slots=len(readers) + (border is not None),
     )
 
 

@@ -18,7 +18,7 @@ from autopar.bounds import floor_of
 from autopar.build import Prepared, prepare
 from autopar.capture import Capture
 from autopar.cluster import Cluster
-from autopar.errors import NothingFits
+from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins, resolve
 from autopar.plan import Alternative, Plan, Proof
 from autopar.pose import Posed
@@ -262,7 +262,10 @@ def _pins(plan: Plan) -> dict[str, str]:
 
 
 def _nothing_fits(solver: Solver, found: Found[Posed], limit: float) -> None:
-    """Raises NothingFits: the leanest plan, and the changes that make one fit."""
+    """Raises NothingFits: the leanest plan, and the changes that make one fit. AutoparError where nothing is legal."""
+    illegal = [o.quick.illegal or o.why for o in found.outcomes if o.status == "illegal"]
+    if len(illegal) == len(found.outcomes):
+        raise AutoparError(f"pins {solver.pins.text()}: {illegal[0].rstrip('.') if illegal else 'leave no plan'}.")
     least = found.least
     if least is None or least.problem is None or least.answer is None or least.answer.least_assignment is None:
         raise NothingFits(

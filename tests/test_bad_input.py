@@ -251,7 +251,10 @@ COMMANDS = {
     "a loss that is none": ("plan refused.py:no_loss --loss refused.py:nothing", "returns no loss"),
     "inputs without tensor": ("plan refused.py:no_tensor", "inputs: hold no tensor"),
     "an input that forward does not take": ("plan refused.py:keyword", "got an unexpected keyword argument 'y'"),
-    "rows that dp does not divide": ("plan refused.py:make --ranks 4", "dp=4 does not divide the batch of 6 rows"),
+    "rows that dp does not divide": (
+        "plan refused.py:make --ranks 4 --pin dp=4",
+        "dp=4 does not divide the batch of 6 rows",
+    ),
     "tp that divides nothing": (
         "plan refused.py:make --set width=5 --ranks 2 --pin tp=2",
         r"tp=2 divides no matmul, .* of this model \(fc \(linear",

@@ -92,6 +92,8 @@ def _refuse(pins: Pins, cluster: Cluster, batch: int | None) -> None:
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
     for flag in ("out", "problem"):
         _refuse_folder(flag, getattr(options, flag))
+    if options.problem and {"dp", "tp"} & Pins.parse(options.pin).named():
+        raise _no_search(options.problem)
     asked = Asked.of(options)
     parallel = asked.compile(asked.pins)
     plan = parallel.detailed_plan()
@@ -189,5 +191,9 @@ def _save_search(parallel: Parallel, path: str) -> None:
     from autopar.solver.file import save
 
     if parallel.search is None:
-        raise AutoparError(f"--problem {path}: the plan was pinned, not solved: no problem. Leave out dp and tp.")
+        raise _no_search(path)
     save(path, parallel.search)
+
+
+def _no_search(path: str) -> AutoparError:
+    return AutoparError(f"--problem {path}: the plan was pinned, not solved: no problem. Leave out dp and tp.")

@@ -44,12 +44,14 @@ class Scope:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """How a table enters a product: rows to take of dims, dims in the product's order, ones where it is constant."""
+    """How a table enters a product: rows to take of dims, dims in the product's order, ones where it is constant
+    (``free``)."""
 
     table: int
     takes: tuple[tuple[int, Index], ...]
     order: tuple[int, ...]
     shape: tuple[int, ...]
+    free: tuple[int, ...]
 
     def of(self, table: Array) -> Array:
         for dim, rows in self.takes:
@@ -60,13 +62,14 @@ class _Part:
 @dataclass(frozen=True, eq=False)
 class _Bucket:
     """Tables that are added and minimised together. ``sorted`` and ``starts``: states of the variable by what they read
-    of these tables (None: all differ). ``alone``: the variable's own costs enter here."""
+    of these tables (None: all differ). ``alone``: the variable's own costs enter here. ``out``: the table made."""
 
     parts: tuple[_Part, ...]
     sorted: Index | None
     starts: Index
     shape: tuple[int, ...]
     alone: bool
+    out: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -232,7 +235,7 @@ class Elimination:
         distinct = len(starts) == self.sizes[variable] and bool((order == np.arange(len(order))).all())
         shape = tuple(len(picks[v]) for v in others)
         scope = Scope(tuple(others), tuple(domains[v][1] for v in others))
-        return _Bucket(parts, None if distinct else order, starts, shape, alone), scope
+        return _Bucket(parts, None if distinct else order, starts, shape, alone, len(self.scopes)), scope
 
 
 def _fold(scope: Scope, sizes: Sequence[int]) -> tuple[Scope, tuple[Index, ...] | None]:
@@ -262,7 +265,8 @@ def _part(table: int, scope: Scope, axes: Sequence[int], picks: Mapping[int, Ind
     takes = tuple((d, m[picks[v]]) for d, (v, m) in enumerate(zip(scope.variables, scope.maps, strict=True)))
     order = tuple(scope.variables.index(v) for v in axes if v in scope.variables)
     shape = tuple(len(picks[v]) if v in scope.variables else 1 for v in axes)
-    return _Part(table, takes, order, shape)
+    free = tuple(a for a, v in enumerate(axes) if v not in scope.variables)
+    return _Part(table, takes, order, shape, free)
 
 
 def _minimum(bucket: _Bucket, own: Array, tables: Sequence[Array]) -> Array:

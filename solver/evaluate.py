@@ -176,14 +176,21 @@ class Point:
 
     def outcome(self) -> Outcome:
         """The whole problem's least."""
-        of = self._of
-        tables = list(self._shared)
-        for unit in of.problem.units:
-            tables += [self._tables[unit.kind][i] for i in of._classes[unit.kind].elimination.left]
-        every = of._top.run(tables)
+        of, every = self._of, self.top()
         shared = of._top.decode(every, {})
         patterns = [self.between(u.kind, tuple(shared[b] for b in u.borders)) for u in of.problem.units]
         return of.outcome(of._top.value(every), shared, patterns)
+
+    def top(self) -> list[Array]:
+        """The tables over shared variables: given and made."""
+        tables = list(self._shared)
+        for unit in self._of.problem.units:
+            tables += [self._tables[unit.kind][i] for i in self._of._classes[unit.kind].elimination.left]
+        return self._of._top.run(tables)
+
+    def tables(self, kind: int) -> list[Array]:
+        """The tables of a class: given and made."""
+        return self._tables[kind]
 
     def between(self, kind: int, borders: tuple[int, ...]) -> Pattern:
         """The least pattern of a class between border states."""

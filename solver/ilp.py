@@ -109,16 +109,23 @@ def columns_of(problem: Problem, allowed: Sequence[Sequence[Index]] | None = Non
 
 
 def solve_ilp(
-    problem: Problem, *, gap: float = 0.0, nodes: int = NODES, allowed: Sequence[Sequence[Index]] | None = None
+    problem: Problem,
+    *,
+    gap: float = 0.0,
+    nodes: int = NODES,
+    allowed: Sequence[Sequence[Index]] | None = None,
+    cutoff: float = inf,
 ) -> IlpAnswer:
     """The fastest assignment within the limit. ``allowed``: for each unit the states of its variables that are worth
-    a look, then, last, those of the shared variables (None: all); the bound then holds for these only."""
+    a look, then, last, those of the shared variables (None: all); the bound then holds for these only.
+    ``cutoff``: seconds; slower assignments are not looked for."""
     scale = _scale(problem)
     proven, bound = False, -inf
     for limit in (problem.memory_limit, problem.memory_limit * (1 - ROUNDING)):
         columns = _columns(problem, allowed)
         for row in ROWS:
             row(columns, scale, limit)
+        columns.model.high[columns.time] = cutoff / scale
         solution = minimise(columns.model, gap=gap, nodes=nodes)
         if limit == problem.memory_limit:
             proven = solution.status in ("optimal", "infeasible")

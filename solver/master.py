@@ -29,9 +29,11 @@ from autopar.solver.problem import COMPUTE, EXPOSED, HIDDEN, SAVED, STATIC, TRAN
 
 NEAR = (0.5, 0.8, 1.25, 2.0)
 """Prices per byte beside the best one whose assignments are also mixed."""
+SHIFTS = (0.1, 0.4)
+"""Shifts of alpha, as a share of the way to 0 and to 1, whose assignments are also mixed."""
 CROSSINGS = 36
 """Combinations of border states at most, of those that were seen, for which a unit's class is asked for a pattern."""
-PATTERNS = 60
+PATTERNS = 120
 """Patterns of a unit at most: those nearest to the Lagrangian's least."""
 
 
@@ -115,8 +117,11 @@ def _undominated(patterns: list[Pattern], weights: Array) -> list[Pattern]:
 
 
 def _near(m: Multipliers) -> list[Multipliers]:
-    prices = dict.fromkeys([m.per_byte, *(m.per_byte * f for f in NEAR)])
-    return [Multipliers(m.alpha, price, m.low, m.high) for price in prices]
+    """The best multipliers first, then others around them."""
+    others = [(m.alpha, m.per_byte * f) for f in NEAR] + [(m.alpha * (1 - s), m.per_byte) for s in SHIFTS]
+    others += [(m.alpha + (1 - m.alpha) * s, m.per_byte) for s in SHIFTS]
+    points = dict.fromkeys([(m.alpha, m.per_byte), *others])
+    return [Multipliers(alpha, price, m.low, m.high) for alpha, price in points]
 
 
 def _solve(evaluation: Evaluation, patterns: list[list[Pattern]], limit: float, gap: float) -> Outcome | None:

@@ -2,7 +2,8 @@
 
 1. Elimination under multipliers gives lower bounds and whole assignments (`lagrangian`).
 2. An integer program mixes their patterns (`master`).
-3. Problems small enough whose gap is still above the target: an integer program over every state (`ilp`).
+3. Where the gap is still above the target: states that no better assignment can use are dropped (`marginals`), and an
+   integer program over the others (`ilp`) finds the best, or shows that there is none; if they are few enough.
 
 >>> import numpy as np
 >>> from autopar.solver.problem import Class, Problem, Unit, Variable
@@ -25,15 +26,18 @@ from typing import Literal
 import numpy as np
 
 from autopar.solver.evaluate import Evaluation
-from autopar.solver.ilp import columns_of, solve_ilp
+from autopar.solver.ilp import ROUNDING, columns_of, solve_ilp
 from autopar.solver.lagrangian import Multipliers, Pool, Range, bound_ranges, least_memory
+from autopar.solver.marginals import below, state_bounds
 from autopar.solver.master import mix
 from autopar.solver.problem import Assignment, Problem, peak, seconds, totals
 
-ILP_COLUMNS = 60_000
-"""Columns up to which the integer program over every state is tried."""
-ILP_WORK = 4_000_000
+ILP_COLUMNS = 10_000
+"""Columns up to which the integer program over states is tried (a few seconds)."""
+ILP_WORK = 400_000
 """Columns times branch-and-bound nodes of that program at most."""
+SHARES = (0.3, 0.6, 1.0)
+"""Of the gap: states with bounds up to there are looked at, one share after the other."""
 MIXED = 3
 """Ranges of transients, lowest bound first, whose patterns are mixed."""
 
@@ -87,9 +91,8 @@ def solve(
         pool.add(least_memory(evaluation, problem.memory_limit)[1])
     _mix(evaluation, pool, ranges, target_gap)
     stats: dict[str, float] = {"ranges": len(ranges), "gap_mixed": pool.gap(bound), "ilp": 0}
-    if bound < inf and not pool.enough(bound, target_gap) and (columns := columns_of(problem)) <= ilp_columns:
-        stats["ilp"] = columns
-        bound = _polish(problem, evaluation, pool, bound, target_gap, max(1, ILP_WORK // max(columns, 1)))
+    if bound < inf and not pool.enough(bound, target_gap) and ilp_columns:
+        bound = _polish(evaluation, pool, ranges, target_gap, ilp_columns, stats)
     answer = _answer(problem, evaluation, pool, ranges, bound)
     return replace(answer, stats={**stats, "evaluations": evaluation.evaluations})
 
@@ -102,12 +105,34 @@ def _mix(evaluation: Evaluation, pool: Pool, ranges: Sequence[Range], target_gap
         mix(evaluation, pool, r.multipliers, 0.1 * target_gap)
 
 
-def _polish(problem: Problem, evaluation: Evaluation, pool: Pool, bound: float, target_gap: float, nodes: int) -> float:
-    """Adds what the integer program finds; returns the better of the bounds."""
-    answer = solve_ilp(problem, gap=0.5 * target_gap, nodes=nodes)
-    if answer.assignment is not None:
-        pool.add(evaluation.priced(answer.assignment))
-    return max(bound, answer.bound)
+def _polish(
+    evaluation: Evaluation,
+    pool: Pool,
+    ranges: Sequence[Range],
+    target_gap: float,
+    most: int,
+    stats: dict[str, float],
+) -> float:
+    """Adds what the integer program finds among states whose own bound is low, first few of them, then all that an
+    assignment better than the target needs; returns the bound. What was left out cannot be below the threshold."""
+    problem, bound = evaluation.problem, ranges[0].bound
+    states = state_bounds(evaluation, ranges) if pool.best is not None else None
+    for share in SHARES if states is not None else (1.0,):
+        threshold = bound + share * (pool.seconds * (1 - target_gap) - bound) if pool.best is not None else inf
+        allowed = None if states is None else below(states, threshold)
+        columns = columns_of(problem, allowed)
+        if columns > most:
+            break
+        stats["ilp"] = columns
+        answer = solve_ilp(
+            problem, gap=0.5 * target_gap, nodes=max(1, ILP_WORK // max(columns, 1)), allowed=allowed, cutoff=threshold
+        )
+        if answer.assignment is not None:
+            pool.add(evaluation.priced(answer.assignment))
+        bound = max(bound, min(answer.bound, threshold * (1 - ROUNDING)))
+        if pool.enough(bound, target_gap):
+            break
+    return bound
 
 
 def _answer(problem: Problem, evaluation: Evaluation, pool: Pool, ranges: Sequence[Range], bound: float) -> Answer:

@@ -307,7 +307,7 @@ def test_why_not_prices_other_plans(compiled, capsys):
 
 
 def test_why_not_takes_pins_whose_values_have_commas(compiled, capsys):
-    from autopar.cli_plan import _pins
+    from autopar.cli.plan import _pins
 
     assert _pins("layout.fc.weight=tp:S0,dp:R tp=2,  zero=3") == ["layout.fc.weight=tp:S0,dp:R", "tp=2", "zero=3"]
 
@@ -402,7 +402,7 @@ def test_help_exits_0(words, capsys):
 
 
 def test_help_does_not_import_torch():
-    code = "import sys, autopar.cli; autopar.cli._parser(); sys.exit('torch' in sys.modules)"
+    code = "import sys, autopar.cli.command as c; c._parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 

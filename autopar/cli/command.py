@@ -19,7 +19,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
-from autopar.cli_flags import CRASHED, DONE, INTERRUPTED, NO, REFUSED
+from autopar.cli.flags import CRASHED, DONE, INTERRUPTED, NO, REFUSED
 from autopar.errors import AutoparError, NothingFits
 
 ISSUES = "Please report it with the lines above."
@@ -81,14 +81,15 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    from autopar import __version__, cli_check, cli_plan, cli_verify
+    from autopar import __version__
+    from autopar.cli import bench, check, plan, verify
 
     parser = _Parser(
         prog="autopar", description="Compile an unmodified PyTorch model for a cluster.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for module in (cli_verify, cli_plan, cli_check):
+    for module in (verify, plan, check, bench):
         module.add(commands)
     return parser
 

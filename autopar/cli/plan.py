@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli_flags import DONE, FORM, NO, cluster_flags, cluster_of, common_flags
+from autopar.cli.flags import DONE, FORM, NO, cluster_flags, cluster_of, common_flags
 from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins, resolve
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli_flags import DONE, FORM, NO, REFUSED, common_flags
+from autopar.cli.flags import DONE, FORM, NO, REFUSED, common_flags
 from autopar.errors import AutoparError
 from autopar.pins import Pins, resolve
 from autopar.schema import nearest, read_file, write

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.check_figures import check_figures
-from autopar.cli_flags import DONE, NO
+from autopar.cli.flags import DONE, NO
 from autopar.errors import AutoparError
 from autopar.explain.quantities import several
 from autopar.plan import Plan

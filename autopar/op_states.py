@@ -10,6 +10,7 @@ import numpy as np
 from torch import fx
 
 from autopar.cluster import Chip
+from autopar.inside import inside
 from autopar.passes.calls import call_key
 from autopar.passes.completion import produced_parts
 from autopar.passes.facts import Choice, Strategy, fact, operand_nodes, value
@@ -18,7 +19,7 @@ from autopar.passes.moves import settle
 from autopar.passes.price import prices
 from autopar.passes.strategy import choices, rule, strategy
 from autopar.solver.cost import roofline
-from autopar.solver.problem import COMPUTE, RESOURCES, SAVED, TRANSIENT, Array, Index
+from autopar.solver.problem import COMPUTE, EXPOSED, RESOURCES, SAVED, TRANSIENT, Array, Index
 
 Parts = tuple[tuple[str, tuple[int, ...]], ...]
 
@@ -69,7 +70,10 @@ class Menu:
 def op_states(
     op: fx.Node, strategies: Sequence[Strategy], core: tuple[int, ...], mesh: Mesh, chip: Chip, microbatches: int
 ) -> OpStates:
-    """The states of an op: strategies that agree on the core's layouts and are no better in anything are left out."""
+    """The states of an op: strategies that agree on the core's layouts and are no better in anything are left out.
+
+    ``mesh``: with wires, for the collectives that some strategies have inside."""
+    wired, mesh = mesh, mesh.without_wires()
     priced = prices(op, strategies, mesh)
     rate, moved = chip.matmul_rate(priced.dtype), chip.memory_rate
     costs = np.zeros((len(strategies), len(RESOURCES)))
@@ -79,6 +83,11 @@ def op_states(
     )
     costs[:, SAVED] = priced.saved_new
     costs[:, TRANSIENT] = priced.transient
+    for row, chosen in zip(costs, strategies, strict=True):
+        within = inside(op, chosen, mesh)
+        if within is not None:
+            row[EXPOSED] = microbatches * within.seconds(wired)
+            row[SAVED] = within.kept
     nodes = operand_nodes(op)
     ins = [_settled([s.operands[i] for s in strategies], value(nodes[i]), mesh) for i in core]
     outs = [

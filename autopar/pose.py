@@ -153,7 +153,7 @@ class _Pose:
             if key not in self._op_states:
                 strategies = self.menu.strategies(op, self.plain, times.get(op), key[2])
                 self._op_states[key] = op_states(
-                    op, strategies, wiring.core[i], self.plain, self.cluster.chip, self.microbatches
+                    op, strategies, wiring.core[i], self.mesh, self.cluster.chip, self.microbatches
                 )
             states = self._op_states[key]
             found.append(states)

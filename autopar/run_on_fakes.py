@@ -51,7 +51,7 @@ def run_on_fakes(
     with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(train):
         inputs = _fake_inputs(local, graph, train)
         used = [t for u, t in zip(local.parameters, inputs, strict=False) if u.fqn in at_use]
-        run = _Run(graph, inputs, used)
+        run = Run(graph, inputs, used)
         with torch.autograd.graph.saved_tensors_hooks(run.pack, lambda held: held.tensor):
             outputs, _ = run.run(*inputs)
         saved, gathered = run.bytes_held()
@@ -81,7 +81,7 @@ class _Held:
         self.tensor = tensor
 
 
-class _Run(fx.Interpreter):
+class Run(fx.Interpreter):
     """Runs a body and knows of every storage whether it is held anyway, or is that of a gathered weight."""
 
     def __init__(self, graph: fx.GraphModule, inputs: list[Any], gathered: list[Tensor]) -> None:

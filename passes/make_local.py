@@ -75,7 +75,7 @@ def make_local(
                 (tuple(emitter.env[n] for n in outputs), tuple(emitter.env[n] for n in buffers.values()))
             )
         elif node.op == "call_function":
-            emitter.env[node] = _lower(node, emitter)
+            emitter.env[node] = lower_node(node, emitter)
             if node.target is not change:
                 emitter.env[node]._rename(node.name)
     for node in reversed(list(emitter.graph.nodes)):
@@ -95,7 +95,8 @@ def _word(name: str, taken: set[str]) -> str:
     return word
 
 
-def _lower(node: fx.Node, emitter: Emitter) -> fx.Node:
+def lower_node(node: fx.Node, emitter: Emitter) -> fx.Node:
+    """Emit one node of the completed graph; its operands are in ``emitter.env``."""
     if node.target is change:
         step = node.meta["change"]
         assert isinstance(step, Step)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from autopar.passes.changes import path, price
 from autopar.passes.complete_layouts import needs_change, rest_as_entry, resting
 from autopar.passes.facts import Value
-from autopar.passes.layout import Layout, Mesh
+from autopar.passes.layout import Layout, Mesh, Split
 
 STAGES = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch")}
 """ZeRO stage -> when a parameter in pieces is gathered, and when its gradient is reduced."""
@@ -54,7 +54,7 @@ def parameter_states(v: Value, uses: Sequence[Layout], mesh: Mesh, zero: int | N
         sharded = {}
         for n in range(1, len(open_axes) + 1):
             for over in itertools.combinations(open_axes, n):
-                rest = resting(v, use, mesh, over)
+                rest = _nested(resting(v, use, mesh, over))
                 if any(rest.kinds[a] == "S" for a in over):
                     sharded[rest] = None
         if not sharded or not zero:
@@ -64,6 +64,11 @@ def parameter_states(v: Value, uses: Sequence[Layout], mesh: Mesh, zero: int | N
                 if zero is None or stage == zero:
                     found.append(_sharded(v, rest, use, gather, reduce if v.grad else "never", mesh))
     return list(dict.fromkeys(found))
+
+
+def _nested(rest: Layout) -> Layout:
+    """Axes that cut one dim nest in the mesh's order, as the DTensors of one device mesh must."""
+    return Layout(rest.kinds, tuple(Split(tuple(sorted(s.axes))) for s in rest.dims))
 
 
 def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh) -> ParameterState:

@@ -25,6 +25,7 @@ from autopar.cluster import Cluster
 from autopar.op_states import Column, Menu, OpStates, Parts, arriving_parts, op_states
 from autopar.passes.calls import call_key
 from autopar.passes.changes import costs
+from autopar.passes.complete_layouts import needs_change
 from autopar.passes.facts import Choice, Value
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.parameter_states import ParameterState, parameter_states
@@ -230,7 +231,7 @@ class _Pose:
             row[STATIC] = rest * (2 + ADAMW_STATES if v.grad else 1)
             if s.gather == "step":
                 row[STATIC] += entry * (2 if v.grad and s.reduce == "step" else 1)
-            elif s.gather == "use" and s.enter_s:
+            elif s.gather == "use" and needs_change(s.rest, s.entry):
                 row[STATIC] += entry
             row[COMPUTE] = adamw(rest, self.cluster.chip.memory_rate) if v.grad else 0.0
             row[HIDDEN] = s.seconds(self.microbatches)

@@ -23,8 +23,8 @@ STAGES = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch
 
 @dataclass(frozen=True)
 class ParameterState:
-    """``entry``: as what the program takes it. Seconds: ``enter`` once a step, ``gather`` each time that rest (or entry)
-    becomes ``use``, ``reduce`` each time that the gradient goes the way back."""
+    """``entry``: as what the program takes it. Seconds: ``enter`` once a step from rest to entry, ``leave`` each time
+    that the gradient goes that way back; ``again`` of every change from entry to use and back, in each microbatch."""
 
     rest: Layout
     use: Layout
@@ -32,17 +32,16 @@ class ParameterState:
     gather: str
     reduce: str
     enter_s: float
-    gather_s: float
-    reduce_s: float
+    leave_s: float
+    again_s: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.rest} -> {self.use}, gather {self.gather}, reduce {self.reduce}"
 
     def seconds(self, microbatches: int) -> float:
-        """Of communication a step: a gather at every use happens in forward and again in backward."""
-        gathers = {"never": 1, "step": 1, "use": 2 * microbatches}[self.gather]
-        reduces = microbatches if self.reduce == "microbatch" else 1
-        return self.enter_s + gathers * self.gather_s + reduces * self.reduce_s
+        """Of communication a step."""
+        leaves = microbatches if self.reduce == "microbatch" else 1
+        return self.enter_s + leaves * self.leave_s + microbatches * self.again_s
 
 
 @lru_cache(maxsize=1 << 12)
@@ -72,20 +71,18 @@ def _nested(rest: Layout) -> Layout:
 
 
 def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh) -> ParameterState:
-    gather, reduce = _way(v, rest, use, mesh)
     moves = needs_change(rest, use)
     reduces = v.grad and (moves or any(use.kinds[a] == "R" and mesh.axes[a].size > 1 for a in mesh.space))
-    return ParameterState(
-        rest, use, use, "step" if moves else "never", "step" if reduces else "never", 0.0, gather, reduce
-    )
+    gather, reduce = "step" if moves else "never", "step" if reduces else "never"
+    return ParameterState(rest, use, use, gather, reduce, *_way(v, rest, use, mesh))
 
 
 def _sharded(v: Value, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh) -> ParameterState:
     if gather == "step":
-        return ParameterState(rest, use, use, gather, reduce, 0.0, *_way(v, rest, use, mesh))
+        return ParameterState(rest, use, use, gather, reduce, *_way(v, rest, use, mesh))
     entry = rest_as_entry(rest, use, mesh)
-    enter = sum(_way(v, rest, entry, mesh)) if needs_change(rest, entry) else 0.0
-    return ParameterState(rest, use, entry, gather, reduce, enter, *_way(v, entry, use, mesh))
+    forward, backward = _way(v, entry, use, mesh)  # gathered in forward and again in backward
+    return ParameterState(rest, use, entry, gather, reduce, *_way(v, rest, entry, mesh), 2 * forward + backward)
 
 
 @lru_cache(maxsize=1 << 16)

@@ -8,6 +8,7 @@ weights and inputs are this process's, so a factory need not be seeded.
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import math
 import random
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.build import Prepared, apply, choose, plan_mesh, prepare
+from autopar.build import Prepared, apply, plan_mesh, prepare
 from autopar.capture import Capture, capture, double, run_graph, to_float64
 from autopar.cluster import Cluster
 from autopar.divided import divided
@@ -35,12 +36,14 @@ from autopar.evaluate import WIDER
 from autopar.export_model import Call
 from autopar.loading import LoadedModel, ModelSpec
 from autopar.passes.lower import lower, with_changes
-from autopar.pins import Pins, resolve
+from autopar.pins import Pins
 from autopar.plan import Plan, Share, loads
+from autopar.planning import plan_training
 from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
 from autopar.runtime.program import Program
+from autopar.schema import write
 
 STEPS = 3
 LR = {"adamw": 1e-3, "sgd": 1e-2}
@@ -71,12 +74,14 @@ class VerifyResult:
     limits: tuple[str, ...]
 
 
-def verify(model: ModelSpec, ranks: int, pins: Any = None, *, batch: int | None = None) -> VerifyResult:
+def verify(
+    model: ModelSpec, ranks: int, pins: Any = None, *, batch: int | None = None, cluster: Cluster | None = None
+) -> VerifyResult:
     """Compare one plan with one process; see `verify_many`. Raises AutoparError where the plan or model is refused.
 
     Example: ``verify(ModelSpec.parse("autopar.models.mlp:make"), 2, {"tp": 2}).ok``
     """
-    (result,) = verify_many(model, ranks, [Pins.parse(pins)], batch=batch)
+    (result,) = verify_many(model, ranks, [Pins.parse(pins)], batch=batch, cluster=cluster)
     if isinstance(result, AutoparError):
         raise result
     return result
@@ -85,18 +90,22 @@ def verify(model: ModelSpec, ranks: int, pins: Any = None, *, batch: int | None 
 def verify_many(
     model: ModelSpec,
     ranks: int,
-    plans: Sequence[Pins],
+    plans: Sequence[Pins | Plan],
     *,
     batch: int | None = None,
     pool: RankPool | None = None,
+    cluster: Cluster | None = None,
 ) -> list[VerifyResult | AutoparError]:
     """Compare plans of one model with one process, in one launch of ``ranks`` local processes.
 
-    ``batch``: rows of the global batch (default: those of the example). ``pool``: ranks that are running, to be kept
-    for further models. A plan that is refused gives its AutoparError in place of a result; a model that is refused
+    ``plans``: pins, whose plan is the one that `autopar.compile` would make, or finished plans. ``batch``: rows of the
+    global batch (default: those of the example). ``pool``: ranks that are running, to be kept for further models.
+    ``cluster``: of ``ranks`` ranks, whose figures and memory the plans are made for (default: this machine); what runs
+    is local all the same. A plan that is refused gives its AutoparError in place of a result; a model that is refused
     raises it.
     """
     started = time.perf_counter()
+    cluster = _cluster_of(cluster, ranks)
     subject = Subject.of(model, batch)
     results: list[VerifyResult | AutoparError] = []
     with ExitStack() as stack:
@@ -105,9 +114,9 @@ def verify_many(
         if pool is None:
             homes = {type(module).__module__ for module in subject.loaded.model.modules()} - {"__main__"}
             pool = stack.enter_context(RankPool(ranks, timeout=TIMEOUT, preload=(*PRELOAD, *sorted(homes))))
-        for pins in plans:
+        for given in plans:
             try:
-                plan = _plan(subject, pins, ranks)
+                plan = given if isinstance(given, Plan) else _plan(subject, given, cluster)
                 every = pool.run(run_plan, str(values), model, batch, plan.dumps())
                 results.append(_compare(subject, plan, every, started))
             except AutoparError as error:
@@ -346,9 +355,24 @@ def _moved(subject: Subject) -> Mapping[str, float]:
     return farthest_by_kind(distances(subject.permuted, subject.judge, lr=LR["adamw"]))
 
 
-def _plan(subject: Subject, pins: Pins, ranks: int) -> Plan:
-    resolved = resolve(pins, ranks, subject.captured.batch)
-    return choose(subject.prepared(resolved.microbatches, "fp32"), resolved, Cluster.local(ranks=ranks))
+def _cluster_of(cluster: Cluster | None, ranks: int) -> Cluster:
+    if cluster is not None and cluster.ranks != ranks:
+        raise AutoparError(
+            f"verify: the cluster {cluster.name} has {cluster.ranks} ranks, {ranks} are to run. Give {cluster.ranks}, "
+            f"or a cluster of {ranks}."
+        )
+    return cluster or Cluster.local(ranks=ranks)
+
+
+_plans: dict[tuple[str, str, str], Plan] = {}  # by graph, cluster and pins: the solver takes its time
+
+
+def _plan(subject: Subject, pins: Pins, cluster: Cluster) -> Plan:
+    """The plan that `autopar.compile` would make; it is given to the ranks, which decide nothing."""
+    key = (subject.captured.hash, json.dumps(write(cluster)), pins.text())
+    if key not in _plans:
+        _plans[key] = plan_training(subject.captured, pins, cluster, {}).plan
+    return _plans[key]
 
 
 def _finite(d: Difference) -> Difference:

@@ -14,6 +14,7 @@ from autopar.pins import Pins, resolve
 from autopar.schema import nearest, read_file, write
 
 if TYPE_CHECKING:
+    from autopar.cluster import Cluster
     from autopar.loading import ModelSpec
     from autopar.verify import VerifyResult
 
@@ -29,18 +30,23 @@ def add(commands: Any) -> None:
     verify.add_argument(
         "--plans", metavar="FILE", help='JSON list of pins or of {"model", "pins", "set", "loss", "ranks", "batch"}'
     )
+    verify.add_argument(
+        "--cluster",
+        metavar="NAME|FILE",
+        help="plan for the figures and memory of this cluster of as many ranks (default: this machine)",
+    )
     common_flags(verify)
     verify.set_defaults(run=_verify)
 
 
 def _verify(options: argparse.Namespace) -> tuple[str, int]:
-    jobs = _jobs(options)
+    jobs, cluster = _jobs(options), _cluster(options)
     results: list[VerifyResult | AutoparError] = []
     for (spec, ranks, batch), pins in _grouped(jobs):
         from autopar.verify import verify_many
 
         try:
-            results += verify_many(spec, ranks, pins, batch=batch)
+            results += verify_many(spec, ranks, pins, batch=batch, cluster=cluster)
         except AutoparError as error:  # the model is refused, and with it all its plans
             results += [error] * len(pins)
     if not options.plans:
@@ -59,6 +65,15 @@ def _verify(options: argparse.Namespace) -> tuple[str, int]:
     return "\n".join(lines), code
 
 
+def _cluster(options: argparse.Namespace) -> Cluster | None:
+    """The cluster that plans are made for; None: this machine, with as many ranks as the job has."""
+    if options.cluster in (None, "local"):
+        return None
+    from autopar.cluster import Cluster
+
+    return Cluster.load(options.cluster)
+
+
 Job = tuple["ModelSpec", int, int | None, Pins]  # model, ranks, batch, pins
 
 
@@ -72,7 +87,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             if getattr(options, word.strip("-").lower()) is None:
                 raise AutoparError(f"verify: {word} is required. See `autopar verify --help`.")
         spec = ModelSpec.parse(options.model, options.set, options.loss)
-        resolve(base, options.ranks, options.batch)
+        _refuse(base, options.ranks, options.batch)
         return [(spec, options.ranks, options.batch, base)]
     entries = read_file(options.plans, who="--plans")
     if not isinstance(entries, list) or not entries or not all(isinstance(e, dict) for e in entries):
@@ -105,10 +120,15 @@ def _job(options: argparse.Namespace, base: Pins, entry: Mapping[str, Any], wher
         spec = ModelSpec.parse(given["model"], options.set, given["loss"])
         spec = replace(spec, options={**spec.options, **given.get("set", {})})
         pins = Pins.parse({**base.given(), **given.get("pins", {})})
-        resolve(pins, given["ranks"], given["batch"])
+        _refuse(pins, given["ranks"], given["batch"])
     except AutoparError as error:
         raise AutoparError(f"{where}: {error}") from None
     return spec, given["ranks"], given["batch"], pins
+
+
+def _refuse(pins: Pins, ranks: int, batch: int | None) -> None:
+    """Pins that cannot be kept; rows only where dp or tp say how ranks share them."""
+    resolve(pins, ranks, batch if {"dp", "tp"} & pins.named() else None)
 
 
 def _grouped(jobs: Sequence[Job]) -> Iterator[tuple[tuple[ModelSpec, int, int | None], list[Pins]]]:

@@ -118,7 +118,8 @@ def _polish(
     problem, bound = evaluation.problem, ranges[0].bound
     states = state_bounds(evaluation, ranges) if pool.best is not None else None
     for share in SHARES if states is not None else (1.0,):
-        threshold = bound + share * (pool.seconds * (1 - target_gap) - bound) if pool.best is not None else inf
+        wanted = min(pool.seconds, pool.seconds * (1 - target_gap) * (1 + 2 * ROUNDING))
+        threshold = bound + share * (wanted - bound) if pool.best is not None else inf
         allowed = None if states is None else below(states, threshold)
         columns = columns_of(problem, allowed)
         if columns > most:

@@ -9,10 +9,10 @@ they do not fit.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
-from typing import Any
+from typing import Any, NoReturn
 
 from autopar.bounds import floor_of
 from autopar.build import Prepared, prepare
@@ -29,7 +29,7 @@ from autopar.solver import lagrangian
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.file import Saved, of_search
 from autopar.solver.meshes import meshes, microbatch_counts
-from autopar.solver.problem import Assignment, Problem
+from autopar.solver.problem import Assignment, Problem, peak, totals
 from autopar.solver.proof import proof_of
 from autopar.solver.search import Candidate, Found, Outcome, Quick, search
 from autopar.solver.solve import Answer, solve
@@ -94,21 +94,29 @@ class Solver:
             free_bound=lambda posed, a: lagrangian.free_bound(self._evaluation(posed), a.multipliers),
         )
 
-    def plan(self, posed: Posed, assignment: Assignment) -> Plan:
+    def solve(self, candidate: Candidate, found: Found[Posed]) -> tuple[Posed, Answer]:
+        """One candidate in full, within the memory that a search had."""
+        assert found.best is not None and found.best.problem is not None
+        posed = self._pose(candidate, found.best.problem.problem.memory_limit)
+        return posed, self._solve(posed, inf)
+
+    def plan(self, posed: Posed, assignment: Assignment, *, predicted: bool = True) -> Plan:
         """The plan that an assignment amounts to, with predictions."""
         count = 1 if posed.mesh.time is None else posed.mesh.axes[posed.mesh.time].size
         body, times = self.poser.body(count), self.poser.times(count)
         assert not isinstance(times, str)
-        with self._timed("plan"):
+        with self.timed("plan"):
             plan = plan_from(body, posed, assignment, times, self.cluster)
-        with self._timed("predict"):
+        if not predicted:
+            return plan
+        with self.timed("predict"):
             return replace(predict(plan, body.prepared, self.cluster), pins=self.pins.given())
 
     # -- what the search calls -------------------------------------------------------------------------------------
 
     def _quick(self, candidate: Candidate) -> Quick:
         ranks, count = self.cluster.ranks, candidate.microbatches
-        with self._timed("time"):
+        with self.timed("time"):
             times = self.poser.times(count)
         if isinstance(times, str):
             return Quick(inf, 0.0, times)
@@ -116,7 +124,7 @@ class Solver:
 
     def _pose(self, candidate: Candidate, limit: float) -> Posed:
         if candidate not in self._posed:
-            with self._timed("pose"):
+            with self.timed("pose"):
                 self._posed[candidate] = self.poser.pose(candidate.mesh, candidate.microbatches)
         posed = self._posed[candidate]
         if posed.problem.memory_limit != limit:
@@ -125,16 +133,16 @@ class Solver:
 
     def _solve(self, posed: Posed, cutoff: float) -> Answer:
         evaluation = self._evaluation(posed)
-        with self._timed("solve"):
+        with self.timed("solve"):
             return solve(posed.problem, target_gap=self.target_gap / 2, cutoff=cutoff, evaluation=evaluation)
 
     def _evaluation(self, posed: Posed) -> Evaluation:
         if posed not in self._evaluations:
-            with self._timed("eliminate"):
+            with self.timed("eliminate"):
                 self._evaluations[posed] = Evaluation(posed.problem)
         return self._evaluations[posed]
 
-    def _timed(self, what: str) -> Any:
+    def timed(self, what: str) -> Any:
         return _Clock(self.seconds, what)
 
 
@@ -191,24 +199,58 @@ def solved(
     *,
     target_gap: float = TARGET_GAP,
     prepared: Prepared | None = None,
+    nearest: bool = True,
 ) -> Solved:
-    """`solve_plan` with all that led to the plan. ``prepared``: the capture prepared for one microbatch."""
+    """`solve_plan` with all that led to the plan. ``prepared``: the capture prepared for one microbatch; ``nearest``:
+    whether changes that fit are looked for where nothing does."""
     solver = Solver(captured, cluster, pins or Pins(), target_gap, prepared)
-    limit = float(cluster.limit)
-    for _ in range(ROUNDS):
-        with solver._timed("search"):
-            found = solver.search(limit)
-        if found.best is None:
-            _nothing_fits(solver, found, limit)
-        assert found.best is not None and found.best.problem is not None
-        plan = solver.plan(found.best.problem, found.best.answer.assignment)
-        over = (plan.predicted.peak_mem_gib or 0.0) * 2**30 - cluster.limit
-        if over <= 0:
-            break
-        limit -= over * SIDE_BYTES
+    found, plan, limit = _that_fits(solver, nearest)
     made = Solved(plan, solver.poser.body(plan.microbatches).prepared, found, limit, {})
     plan = replace(plan, proof=_proof(solver, made.saved(), found), alternatives=_next(solver, found, plan))
     return replace(made, plan=plan, seconds=dict(solver.seconds))
+
+
+def _that_fits(solver: Solver, nearest: bool) -> tuple[Found[Posed], Plan, float]:
+    """The search whose best plan fits, that plan, and the bytes that the search was given.
+
+    A problem's bytes are not the program's: it knows nothing of inputs and masks, and may count a shared tensor twice.
+    So what a plan has too much is taken off the limit, and where nothing is found the leanest plan is looked at."""
+    limit = float(solver.cluster.limit)
+    for _ in range(ROUNDS):
+        with solver.timed("search"):
+            found = solver.search(limit)
+        if found.best is None:
+            break
+        assert found.best.problem is not None
+        plan = solver.plan(found.best.problem, found.best.answer.assignment)
+        if plan.fits is not False:
+            return found, plan, limit
+        limit -= SIDE_BYTES * _over(plan)
+    if found.least is None:
+        found = solver.search(1.0)  # a byte, for the leanest of all
+    least = _leanest(solver, found)
+    if least is None or least.fits is False:
+        _nothing_fits(solver, found, least, nearest)
+    assert least is not None and found.least is not None
+    limit = float(found.least.answer.least_bytes) * (1 + 1e-9)
+    with solver.timed("search"):
+        found = solver.search(limit)
+    assert found.best is not None and found.best.problem is not None
+    plan = solver.plan(found.best.problem, found.best.answer.assignment)
+    return found, plan if plan.fits is not False else least, limit
+
+
+def _over(plan: Plan) -> float:
+    """Bytes that a plan has too much."""
+    return (plan.predicted.peak_mem_gib or 0.0) * 2**30 - plan.predicted.parts["memory_limit_bytes"]
+
+
+def _leanest(solver: Solver, found: Found[Posed]) -> Plan | None:
+    """The plan of least memory that a search without success has seen."""
+    least = found.least
+    if least is None or least.problem is None or least.answer is None or least.answer.least_assignment is None:
+        return None
+    return solver.plan(least.problem, least.answer.least_assignment)
 
 
 def _proof(solver: Solver, saved: Saved, found: Found[Posed]) -> Proof:
@@ -230,17 +272,30 @@ def _proof(solver: Solver, saved: Saved, found: Found[Posed]) -> Proof:
 
 
 def _next(solver: Solver, found: Found[Posed], plan: Plan) -> tuple[Alternative, ...]:
-    """The next-best plans of other meshes or microbatch counts that the search solved."""
+    """The next-best plans of other meshes or microbatch counts, priced as problems: those that the search solved, and
+    some that it could leave out."""
     made: list[Alternative] = []
     seen = {_change(plan)}
-    for outcome in found.alternatives[: 2 * ALTERNATIVES]:
-        if len(made) == ALTERNATIVES or outcome.problem is None or outcome.answer.assignment is None:
+    for posed, answer in _others(solver, found):
+        if len(made) == ALTERNATIVES or answer.assignment is None:
             continue
-        other = solver.plan(outcome.problem, outcome.answer.assignment)
-        if _change(other) not in seen and other.fits is not False:
+        other = solver.plan(posed, answer.assignment, predicted=False)
+        if _change(other) not in seen:
             seen.add(_change(other))
-            made.append(_alternative("next", other, _change(other)))
-    return tuple(made)
+            peak_gib = float(peak(totals(posed.problem, answer.assignment))) / 2**30
+            made.append(Alternative("next", _change(other), _pins(other), answer.objective, peak_gib))
+    return tuple(sorted(made, key=lambda a: a.step_time_s or 0.0))
+
+
+def _others(solver: Solver, found: Found[Posed]) -> Iterator[tuple[Posed, Answer]]:
+    solved_too = found.alternatives[:ALTERNATIVES]
+    for outcome in solved_too:
+        assert outcome.problem is not None
+        yield outcome.problem, outcome.answer
+    left_out = [o for o in found.outcomes if o.status in ("roofline", "dominated", "multipliers") and o.bound < inf]
+    left_out.sort(key=lambda o: (o.bound, o.candidate.microbatches, len(o.candidate.mesh), o.candidate.mesh))
+    for outcome in left_out[: max(0, ALTERNATIVES - len(solved_too))]:
+        yield solver.solve(outcome.candidate, found)
 
 
 def _alternative(kind: Any, plan: Plan, change: str, why: str = "") -> Alternative:
@@ -261,21 +316,19 @@ def _pins(plan: Plan) -> dict[str, str]:
     return {"microbatches": str(plan.microbatches)}
 
 
-def _nothing_fits(solver: Solver, found: Found[Posed], limit: float) -> None:
+def _nothing_fits(solver: Solver, found: Found[Posed], plan: Plan | None, nearest: bool) -> NoReturn:
     """Raises NothingFits: the leanest plan, and the changes that make one fit. AutoparError where nothing is legal."""
     illegal = [o.quick.illegal or o.why for o in found.outcomes if o.status == "illegal"]
     if len(illegal) == len(found.outcomes):
         raise AutoparError(f"pins {solver.pins.text()}: {illegal[0].rstrip('.') if illegal else 'leave no plan'}.")
-    least = found.least
-    if least is None or least.problem is None or least.answer is None or least.answer.least_assignment is None:
+    if plan is None:
         raise NothingFits(
-            f"no plan fits: {solver.captured.model_name} needs more than the {limit / 2**30:.2f} GiB of a rank of "
-            f"{solver.cluster.name} whatever the layouts. Use more ranks or a smaller batch.",
+            f"no plan fits: {solver.captured.model_name} needs more than the {solver.cluster.limit / 2**30:.2f} GiB of "
+            f"a rank of {solver.cluster.name} whatever the layouts. Use more ranks or a smaller batch.",
             None,
         )
-    plan = solver.plan(least.problem, least.answer.least_assignment)
-    nearest = tuple(_nearest(solver))
-    raise NothingFits(_message(plan, nearest), replace(plan, alternatives=nearest))
+    changes = tuple(_nearest(solver)) if nearest else ()
+    raise NothingFits(_message(plan, changes), replace(plan, alternatives=changes))
 
 
 def _nearest(solver: Solver) -> Sequence[Alternative]:
@@ -298,17 +351,10 @@ def _nearest(solver: Solver) -> Sequence[Alternative]:
 
 def _fitting(solver: Solver) -> Plan | None:
     """A plan that fits, or None."""
-    limit = float(solver.cluster.limit)
-    for _ in range(ROUNDS):
-        found = solver.search(limit)
-        if found.best is None or found.best.problem is None:
-            return None
-        plan = solver.plan(found.best.problem, found.best.answer.assignment)
-        over = (plan.predicted.peak_mem_gib or 0.0) * 2**30 - solver.cluster.limit
-        if over <= 0:
-            return plan
-        limit -= over * SIDE_BYTES
-    return None
+    try:
+        return _that_fits(solver, nearest=False)[1]
+    except AutoparError:
+        return None
 
 
 def _message(plan: Plan, nearest: Sequence[Alternative]) -> str:

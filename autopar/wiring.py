@@ -32,8 +32,8 @@ class Tensor:
 
     ``made``: (op, result) where the unit makes it. ``border``: its number among the unit's borders. ``hub``: it is a
     variable. ``kept``: slots of the whole graph that keep it; ``own``: the op that makes it keeps it; ``view``: it
-    shares its operand's storage. ``output``: ``loss`` or ``buffer`` where the program returns it so. ``weight``: it depends on parameters
-    alone, so that its changes run beside the compute; ``slots``: of all units that read it (2: or more)."""
+    shares its operand's storage. ``output``: ``loss`` or ``buffer`` where the program returns it so. ``weight``: it
+    depends on parameters alone, so that its changes run beside the compute. ``slots``: that read it (2: or more)."""
 
     node: fx.Node
     value: Value

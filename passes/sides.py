@@ -9,7 +9,7 @@ operands have and what its readers want, until nothing changes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np

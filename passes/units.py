@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -104,6 +105,7 @@ def results_of(op: fx.Node) -> list[fx.Node]:
 
 
 def is_parameter(node: fx.Node, parameters: frozenset[str]) -> bool:
+    """Whether a node reads a parameter."""
     return node.op == "get_attr" and str(node.target) in parameters
 
 
@@ -124,7 +126,7 @@ def _cuts(ops: Sequence[fx.Node], parameters: frozenset[str]) -> list[int]:
     spans = _spans(ops)
     cuts = _narrow(spans, 0, len(ops))
     edges = [-1, *cuts, len(ops) - 1]
-    for before, end in zip(edges[:-1], edges[1:], strict=True):
+    for before, end in pairwise(edges):
         if end - before > LONGEST:
             cuts += _again(spans, before + 1, end + 1)
     return sorted(set(cuts))

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.passes.layout import PARTIAL, SHARD, Mesh
+from autopar.runtime.buckets import buckets
 from autopar.runtime.mesh import Ranks, naming, placements
 from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local, take
 
@@ -30,20 +31,33 @@ if TYPE_CHECKING:
 
 @dataclass
 class Held:
-    """One parameter during a step. ``rest``: the piece at rest; ``entry``: made of it by the enter graph, or None where
-    it is used as it rests; ``leaf``: what the microbatches read, and where their gradients add up."""
+    """One parameter during a step. ``rest``: the piece at rest; ``leaf``: what the microbatches read, and where their
+    gradients add up (``rest`` itself where it is used so); ``entry``: the leaf as an enter graph made it of ``rest``,
+    where the parameter goes through one."""
 
     use: ParameterUse
     parameter: DTensor
     rest: Tensor
-    entry: Tensor | None
     leaf: Tensor
+    entry: Tensor | None = None
+
+    def take(self) -> Tensor | None:
+        """The gradient that has added up since the last time."""
+        gradient, self.leaf.grad = self.leaf.grad, None
+        return gradient
 
     def reduce(self, again: bool) -> None:
         """Take the gradient that has added up back through the enter graph; ``again``: it will be called once more."""
-        if self.entry is not None and self.leaf.grad is not None:
-            torch.autograd.backward(self.entry, self.leaf.grad, retain_graph=again)
-            self.leaf.grad = None
+        gradient = self.take()
+        if self.entry is not None and gradient is not None:
+            torch.autograd.backward(self.entry, gradient, retain_graph=again)
+
+    def add(self, gradient: Tensor | None) -> None:
+        """Add what a bucket has brought back to the gradient at rest."""
+        if self.rest.grad is None or gradient is None:
+            self.rest.grad = self.rest.grad if gradient is None else gradient
+        else:
+            self.rest.grad.add_(gradient)
 
     def deliver(self) -> None:
         """Add the step's gradient to the parameter's, as ``backward()`` does; none, where nothing flowed."""
@@ -77,6 +91,7 @@ class Program:
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
         self.constants = [from_rank_0(constants[name], ranks) for name in local.constants]
         names = next((p.device_mesh.mesh_dim_names for p in tensors.parameters() if isinstance(p, DTensor)), None) or ()
+        self.buckets = buckets(local)
         self._order = tuple(self.mesh.index(name) for name in names if self.mesh.space)
         self.data_axes = _data_axes(local.inputs, self.mesh)
         self.steps = 0
@@ -109,10 +124,10 @@ class Program:
         """
         with naming(self.ranks, self.steps + 1):
             batch = self._batch(inputs, inputs_are)
-            held = [self._enter(use) for use in self.local.parameters]
+            held = self._enter()
             made, updates = self._loop(batch, held, len(self.local.outputs) if outputs else 1, train=True)
+            self._reduce(held, again=False)
             for h in held:
-                h.reduce(again=False)
                 h.deliver()
             self._write(updates)
             loss = sum((m[0] for m in made[1:]), made[0][0])
@@ -126,7 +141,7 @@ class Program:
         Buffers are updated as the captured forward does."""
         with naming(self.ranks, self.steps + 1):
             batch = self._batch(inputs, inputs_are)
-            held = [self._enter(use) for use in self.local.parameters]
+            held = self._enter()
             made, updates = self._loop(batch, held, len(self.local.outputs), train=False)
             self._write(updates)
             self.steps += 1
@@ -159,9 +174,8 @@ class Program:
                         "step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode."
                     )
                 torch.autograd.backward(outs[0])
-                for h in held:
-                    if h.use.reduce == "microbatch" and m + 1 < len(self.rows):
-                        h.reduce(again=True)
+                if m + 1 < len(self.rows):
+                    self._reduce(held, again=True)
             made.append(tuple(out.detach() for out in outs))
             del outs
         return made, updates
@@ -172,17 +186,41 @@ class Program:
             return only
         return self.local.body[rows]
 
-    def _enter(self, use: ParameterUse) -> Held:
+    def _enter(self) -> list[Held]:
+        """All parameters, from rest to entry: bucket by bucket."""
+        held = [self._hold(use) for use in self.local.parameters]
+        for bucket in self.buckets:
+            members = [held[i] for i in bucket.members]
+            if bucket.chains is None:
+                (h,) = members
+                h.entry = self.local.enter[h.use.fqn](h.rest)
+                entries = [h.entry]
+            else:
+                entries = bucket.enter([h.rest for h in members])
+            for h, entry in zip(members, entries, strict=True):
+                h.leaf = entry.detach().requires_grad_(h.rest.requires_grad)
+        return held
+
+    def _hold(self, use: ParameterUse) -> Held:
         parameter = self.tensors.get_parameter(use.fqn)
         assert isinstance(parameter, DTensor)
         if parameter.requires_grad and not use.trainable:
             raise AutoparError(f"{use.fqn}: was frozen when compiled and now requires a gradient. Compile again.")
         assert placements(use.rest, self._order) == list(parameter.placements), f"{use.fqn} does not rest as {use.rest}"
         rest = local(parameter).detach().requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
-        if use.fqn not in self.local.enter:
-            return Held(use, parameter, rest, None, rest)
-        entry = self.local.enter[use.fqn](rest)
-        return Held(use, parameter, rest, entry, entry.detach().requires_grad_(rest.requires_grad))
+        return Held(use, parameter, rest, rest)
+
+    def _reduce(self, held: list[Held], again: bool) -> None:
+        """Take the gradients that have added up back to rest; ``again``: between microbatches, those due by then."""
+        for bucket in self.buckets:
+            if again and bucket.reduce != "microbatch":
+                continue
+            members = [held[i] for i in bucket.members]
+            if bucket.chains is None:
+                members[0].reduce(again)
+                continue
+            for h, gradient in zip(members, bucket.leave([h.take() for h in members]), strict=True):
+                h.add(gradient)
 
     @torch.no_grad()
     def _write(self, updates: tuple[Tensor, ...]) -> None:

@@ -19,6 +19,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from autopar.errors import AutoparError
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import InputUse, Local, OutputUse, ParameterUse, enter_graph
+from autopar.runtime import buckets, collectives, program
+from autopar.runtime.buckets import Bucket
 from autopar.runtime.mesh import RankError, Ranks, connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
@@ -229,6 +231,44 @@ def outputs_alive(rank: int, mesh: Mesh, outputs: bool) -> list[bool]:
     return alive
 
 
+class Sent:
+    """Counts collectives as they are launched."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.names: list[str] = []
+        counted = self.counted(collectives.launch)
+        for module in (collectives, buckets):
+            monkeypatch.setattr(module, "launch", counted)
+
+    def counted(self, launch: Any) -> Any:
+        def call(name: str, *args: Any) -> Tensor:
+            self.names.append(name)
+            return launch(name, *args)  # type: ignore[no-any-return]
+
+        return call
+
+
+def counted_step(rank: int, mesh: Mesh, together: bool, options: dict[str, Any]) -> Any:
+    """Gradients of a step in microbatches, and the collectives between rest and entry: (gathers, reductions)."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not together:
+            patch.setattr(program, "buckets", alone)
+        made, tensors, _ = program_of(mesh, Net(frozen=options.get("frozen", ())), **options)
+        sent = Sent(patch)
+        held = made._enter()
+        gathers, sent.names = sent.names, []
+        for h in held:
+            h.leaf.grad = torch.ones_like(h.leaf) if h.leaf.requires_grad and h.use.fqn != "gain" else None
+        made._reduce(held, again=False)
+        reductions, sent.names = sent.names, []
+        made.step(batch())
+        return grads(tensors), gathers, reductions
+
+
+def alone(local: Local) -> tuple[Bucket, ...]:
+    return tuple(Bucket((i,), None, u.reduce) for i, u in enumerate(local.parameters) if u.fqn in local.enter)
+
+
 def stay_away(rank: int, mesh: Mesh) -> str:
     program, _, _ = program_of(mesh, Net(), timeout=timedelta(seconds=2))
     program.step(batch(0))
@@ -345,6 +385,29 @@ def test_gradients_add_up_and_are_clipped_as_in_one_process(pools: Pools) -> Non
         same(result["norms"], norms)
         same(result["clipped"], {n: p.grad for n, p in model.named_parameters()})
         same(result["y"], [t.detach() for t in model(*batch(2))[1:]])
+
+
+BUCKETED: list[tuple[tuple[int, ...], dict[str, Any]]] = [
+    ((), {}),
+    ((6, 4, 2), {}),
+    ((6, 4, 2), {"zero": True}),
+    ((6, 4, 2), {"zero": True, "reduce": "microbatch", "frozen": ["up.weight"]}),
+]
+
+
+@pytest.mark.parametrize(("rows", "options"), BUCKETED)
+def test_one_collective_a_bucket_and_the_same_gradients(
+    rows: tuple[int, ...], options: dict[str, Any], pools: Pools
+) -> None:
+    mesh = mesh_of(2, 2, rows)
+    apart, together = (pools(4).run(counted_step, mesh, t, options) for t in (False, True))
+    for (expected, gathers_apart, reductions_apart), (gradients, gathers, reductions) in zip(
+        apart, together, strict=True
+    ):
+        torch.testing.assert_close(gradients, expected, rtol=0, atol=0)
+        assert gathers == (["all_gather_into_tensor"] if options.get("zero") else [])
+        assert reductions == (["reduce_scatter_tensor"] if options.get("zero") else ["all_reduce_"])
+        assert len(reductions_apart) >= 3 and (len(gathers_apart) >= 3) == bool(options.get("zero"))
 
 
 def test_outputs_live_on_only_where_asked_for(pools: Pools) -> None:

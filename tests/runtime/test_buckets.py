@@ -1,0 +1,140 @@
+"""Buckets on real ranks: bit for bit what the enter graphs do one by one, with one collective a bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.lower import Local, ParameterUse, enter_graph
+from autopar.runtime import buckets as buckets_module
+from autopar.runtime.buckets import Bucket, Gather, Recut, Replicate, buckets
+from autopar.runtime.mesh import connect
+from autopar.runtime.pool import RankPool
+
+FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
+MESH = Mesh((Axis("dp", 2), Axis("tp", 2)))
+# name, shape, dtype, trainable, rest, entry, reduce: over (dp, tp)
+USES: list[tuple[str, tuple[int, ...], torch.dtype, bool, str, str, str]] = [
+    ("a.weight", (6, 4), FP32, True, "I I", "R I", "step"),
+    ("a.bias", (6,), FP32, True, "I I", "R I", "step"),
+    ("a.half", (3, 5), BF16, True, "I I", "R I", "step"),
+    ("b.cut", (6, 4), FP32, True, "I S1", "R S1", "step"),
+    ("b.frozen", (4,), FP32, False, "I I", "I I", "step"),
+    ("z.weight", (8, 3), FP32, True, "S0 I", "R I", "step"),
+    ("z.uneven", (5, 3), FP32, True, "S0 I", "R I", "step"),
+    ("z.frozen", (5, 2), FP32, False, "S0 I", "I I", "step"),
+    ("z.one", (1,), FP32, True, "S0 I", "R I", "step"),
+    ("z.none", (0, 3), FP32, True, "S0 I", "R I", "step"),
+    ("z.whole", (7, 2), FP32, True, "S0 I", "I I", "step"),
+    ("z.each", (8, 3), FP32, True, "S0 I", "R I", "microbatch"),
+    ("z.half", (7, 2), BF16, True, "S0 I", "R I", "step"),
+    ("z.rows", (6, 4), FP32, True, "S1 S0", "R S0", "step"),
+    ("z.other", (6, 4), FP32, True, "S1 S0", "R S0", "step"),
+    ("t.parts", (12, 2), FP32, True, "I S0", "R S0(4+4+4)", "step"),
+    ("t.uneven", (9,), FP32, True, "I S0", "R S0(3+3+3)", "step"),
+    ("t.both", (8, 3), FP32, True, "S0 S1", "R R", "step"),
+    ("t.odd", (5, 3), FP32, True, "S0 S1", "R R", "step"),
+    ("g.shared", (4, 4), FP32, True, "I I", "R R", "step"),
+    ("a.last", (2, 2, 2), FP32, True, "I I", "R I", "step"),
+    ("a.scalar", (), FP32, True, "I I", "R I", "step"),
+]
+UNUSED = ("a.bias", "z.uneven", "t.odd")
+
+
+def local_of(mesh: Mesh, rank: int, groups: dict[str, str]) -> Local:
+    uses = []
+    for fqn, shape, dtype, trainable, rest, entry, reduce in USES:
+        before, after = (Layout.parse(text, len(shape)) for text in (rest, entry))
+        uses.append(ParameterUse(fqn, shape, dtype, trainable, before, after, reduce))
+    enter = {u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.entry}
+    return Local(mesh, mesh.coordinates(rank), tuple(uses), (), (), (), (), (), {}, None, enter)
+
+
+def named(local: Local, made: tuple[Bucket, ...]) -> list[list[str]]:
+    return [[local.parameters[i].fqn for i in bucket.members] for bucket in made]
+
+
+# what the ranks run
+
+
+def together_and_apart(rank: int) -> None:
+    ranks = connect(MESH)
+    local = local_of(MESH, rank, ranks.group_names)
+    generator = torch.Generator().manual_seed(rank)
+    rests = []
+    for use in local.parameters:
+        shape = use.rest.local_shape(use.shape, MESH, local.coordinates)
+        rests.append(torch.randn(shape, generator=generator).to(use.dtype).requires_grad_(use.trainable))
+    for cap in (0, 100, buckets_module.CAP):
+        for bucket in buckets(local, cap):
+            uses, own = [local.parameters[i] for i in bucket.members], [rests[i] for i in bucket.members]
+            alone = [local.enter[use.fqn](rest) for use, rest in zip(uses, own, strict=True)]
+            entries = bucket.enter(own)
+            gradients: list[Tensor | None] = []
+            for use, x, y in zip(uses, alone, entries, strict=True):
+                assert torch.equal(x, y) and x.dtype == y.dtype and y.is_contiguous(), use.fqn
+                gradient = (
+                    torch.randn(y.shape[::-1], generator=generator).to(y.dtype).permute(tuple(range(y.ndim))[::-1])
+                )
+                gradients.append(gradient if use.trainable and use.fqn not in UNUSED else None)
+            for use, x, rest, given, back in zip(uses, alone, own, gradients, bucket.leave(gradients), strict=True):
+                if given is None:
+                    assert back is None
+                    continue
+                (expected,) = torch.autograd.grad(x, rest, given)
+                assert back is not None and back.is_contiguous() and back.dtype == expected.dtype, use.fqn
+                assert torch.equal(back, expected), use.fqn
+
+
+# the tests
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(4, timeout=60) as made:
+        yield made
+
+
+def test_a_bucket_does_what_its_members_do_alone(pool: RankPool) -> None:
+    pool.run(together_and_apart)
+
+
+def test_who_shares_a_bucket() -> None:
+    local = local_of(MESH, 0, {"dp": "dp", "tp": "tp"})
+    made = buckets(local)
+    assert named(local, made) == [
+        ["a.weight", "a.bias", "b.cut", "a.last", "a.scalar"],
+        ["a.half"],
+        ["z.weight", "z.uneven", "z.frozen", "z.one", "z.none", "z.rows", "z.other"],
+        ["z.whole"],
+        ["z.each"],
+        ["z.half"],
+        ["t.parts", "t.uneven"],
+        ["t.both", "t.odd"],
+        ["g.shared"],
+    ]
+    kinds = [tuple(type(link) for link in bucket.chains[0]) for bucket in made if bucket.chains]
+    assert kinds[0] == (Replicate,) and kinds[2] == (Gather,) and set(kinds[6]) == {Recut, Replicate}
+    assert all(
+        bucket.reduce == ("microbatch" if "z.each" in names else "step")
+        for bucket, names in zip(made, named(local, made), strict=True)
+    )
+
+
+def test_buckets_are_the_same_on_all_ranks() -> None:
+    groups = {"dp": "dp", "tp": "tp"}
+    for cap in (0, 100, 300):
+        every = [[b.members for b in buckets(local_of(MESH, rank, groups), cap)] for rank in range(4)]
+        assert every == [every[0]] * 4
+
+
+def test_a_full_bucket_is_closed() -> None:
+    local = local_of(MESH, 0, {"dp": "dp", "tp": "tp"})
+    assert named(local, buckets(local, 0)) == [[u.fqn] for u in local.parameters if u.fqn in local.enter]
+    sizes = [6 * 4 * 4, 6 * 4, 6 * 2 * 4, 8 * 4, 4]  # bytes of the first bucket's members
+    assert named(local, buckets(local, sum(sizes[:3])))[0] == ["a.weight", "a.bias", "b.cut"]
+    assert ["a.last", "a.scalar"] in named(local, buckets(local, sum(sizes[:3])))

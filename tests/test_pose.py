@@ -1,0 +1,159 @@
+"""What a problem prices is what the program does, by independent sums; and its bounds hold."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+
+import numpy as np
+import pytest
+from torch import fx
+
+from autopar.bounds import floor_of
+from autopar.build import prepare
+from autopar.capture import capture
+from autopar.cluster import Cluster
+from autopar.inside import inside
+from autopar.passes.changes import price
+from autopar.passes.facts import fact, value
+from autopar.passes.follow_time import TimeChoices
+from autopar.passes.insert_changes import change, insert_changes
+from autopar.pose import UNHIDDEN, Posed
+from autopar.poser import Body, Poser
+from autopar.predict import predict
+from autopar.readback import completed, plan_from
+from autopar.solver.evaluate import Evaluation
+from autopar.solver.lagrangian import least_memory
+from autopar.solver.problem import COMPUTE, EXPOSED, HIDDEN, SAVED, STATIC, Assignment, totals
+from autopar.wiring import weights_of
+
+ONE, TWO = ((4, 1),), ((2, 2), (2, 1))
+STATIC_BYTES = ("parameters", "gradients", "optimizer", "gathered_step", "accumulator")
+
+
+@cache
+def poser(name: str, zero: int | None = None) -> Poser:
+    model, args, kwargs = importlib.import_module(f"autopar.models.{name}").make()
+    return Poser(prepare(capture(model, args, kwargs, check=False), 1), Cluster.local(ranks=4), zero)
+
+
+@cache
+def posed(name: str, axes: tuple[tuple[int, int], ...], microbatches: int) -> tuple[Posed, Evaluation]:
+    found = poser(name).pose(axes, microbatches)
+    return found, Evaluation(found.problem)
+
+
+def cheapest(evaluation: Evaluation, alpha: float, per_byte: float) -> Assignment:
+    weights = np.zeros(6)
+    weights[[COMPUTE, EXPOSED, HIDDEN]] = alpha, 1.0, 1.0 - alpha
+    weights[[STATIC, SAVED]] = per_byte
+    return evaluation.least(weights).assignment
+
+
+def times_of(name: str, microbatches: int) -> TimeChoices:
+    found = poser(name).times(microbatches)
+    assert isinstance(found, TimeChoices)
+    return found
+
+
+def emitted(body: Body, found: Posed, assignment: Assignment, times: TimeChoices) -> float:
+    """Seconds of the changes of core tensors in the finished graph, and of what is inside its ops."""
+    gm = completed(body, found, assignment, times)
+    core = {n.name for n in body.core}
+    weights = {n.name for n in weights_of(gm, frozenset(body.prepared.captured.parameters))}
+    inner = sum(
+        within.seconds(found.mesh)
+        for n in gm.graph.nodes
+        if n.name in core
+        and (plan := fact(n).strategy) is not None
+        and (within := inside(n, plan, found.mesh.without_wires())) is not None
+    )
+    gm = insert_changes(gm, found.mesh)
+    moved = 0.0
+    for node in gm.graph.nodes:
+        if node.target is change:
+            root: fx.Node = node
+            while root.target is change:
+                root = root.args[0]  # type: ignore[assignment]
+            maker = root.args[0] if root.target.__class__.__name__ == "builtin_function_or_method" else root
+            assert isinstance(maker, fx.Node)
+            if maker.name in core and root.name not in weights:
+                moved += price(node.meta["change"], value(node), found.mesh)
+    count = 1 if found.mesh.time is None else found.mesh.axes[found.mesh.time].size
+    return count * (inner + moved)
+
+
+CASES = [
+    ("mlp", TWO, 2, 0.5, 1e-7),
+    ("gpt2", ONE, 1, 1.0, 0.0),
+    ("gpt2", TWO, 2, 0.5, 1e-7),
+    ("llama", TWO, 2, 1.0, 1e-8),
+    ("vit", TWO, 1, 0.5, 1e-8),
+    ("resnet", ONE, 1, 1.0, 1e-8),
+]
+
+
+@pytest.mark.parametrize(("name", "axes", "microbatches", "alpha", "per_byte"), CASES)
+def test_a_problem_prices_what_the_program_does(
+    name: str, axes: tuple[tuple[int, int], ...], microbatches: int, alpha: float, per_byte: float
+) -> None:
+    found, evaluation = posed(name, axes, microbatches)
+    assignment = cheapest(evaluation, alpha, per_byte)
+    total = totals(found.problem, assignment)
+    body, times = poser(name).body(microbatches), times_of(name, microbatches)
+    plan = plan_from(body, found, assignment, times, poser(name).cluster)
+    parts = predict(plan, body.prepared, poser(name).cluster).predicted.parts
+    assert total[COMPUTE] == pytest.approx(parts["compute_s"] + parts["optimizer_s"], rel=2e-3)
+    assert total[HIDDEN] == pytest.approx(parts["hidden_s"], rel=1e-9)
+    assert total[STATIC] == sum(parts[f"{kind}_bytes"] for kind in STATIC_BYTES)
+    assert total[SAVED] == pytest.approx(parts["saved_bytes"], rel=0.04)
+    exposed = total[EXPOSED] - UNHIDDEN * total[HIDDEN]
+    assert exposed == pytest.approx(emitted(body, found, assignment, times), abs=1e-9)
+    assert exposed <= parts["exposed_s"] + 1e-9  # the side comes on top
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama", "resnet"])
+def test_quick_bounds_hold(name: str) -> None:
+    floor, found, evaluation = floor_of(poser(name).body(1), poser(name).cluster), *posed(name, TWO, 1)
+    for alpha in (0.0, 0.5, 1.0):
+        total = totals(found.problem, cheapest(evaluation, alpha, 0.0))
+        assert floor.seconds(4) <= total[COMPUTE]
+    assert floor.nbytes(4, 1) <= least_memory(evaluation)[0]
+
+
+def test_statistics_of_the_batch_need_one_microbatch() -> None:
+    why = poser("resnet").times(2)
+    assert isinstance(why, str) and "Set microbatches=1" in why
+
+
+def test_more_microbatches_than_rows() -> None:
+    assert "more than the batch" in str(poser("mlp").times(10**6))
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_a_pinned_stage_is_the_only_one(zero: int) -> None:
+    problem = poser("mlp", zero).pose(ONE, 1).problem
+    states = [s for c in problem.classes for v in c.variables if v.kind == "parameter" for s in v.states]
+    sharded = [s for s in states if s.startswith("S") and "gather never" not in s]
+    if zero == 0:
+        assert not sharded
+        return
+    gather, reduce = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch")}[zero]
+    assert sharded and all(f"gather {gather}, reduce {reduce}" in s for s in sharded)
+    assert not any(s.startswith("I -> R") for s in states)  # it can be in pieces, so it is
+
+
+def test_equal_layers_are_posed_once() -> None:
+    problem = poser("llama").pose(TWO, 1).problem
+    assert len(problem.classes) == 4 and len(problem.units) == 6
+    for unit in problem.units:
+        for factor in problem.classes[unit.kind].factors:
+            own = len(problem.classes[unit.kind].variables)
+            for side, index in ((factor.first, factor.rows), (factor.second, factor.cols)):
+                variable = (
+                    problem.classes[unit.kind].variables[side]
+                    if side < own
+                    else problem.shared[unit.borders[side - own]]
+                )
+                assert len(index) == len(variable.states)
+    assert problem.counts["generated"] > 1000

@@ -230,7 +230,7 @@ class _Op:
         for axis, choice in cutting:
             if (axis, choice) not in base:
                 cuts = _cuts(self.node, self.mesh, base, axis, choice)
-                if cuts is None:  # not to be seen: as the result
+                if cuts is None or len(cuts) != len(sizes):  # not to be seen: as the result
                     cuts = (any(v is not None and v.kinds[axis] == "S" for v in s.results),) * len(sizes)
                 share = _shares(self.mesh)[axis]
                 sizes = [n * share if cut else n for n, cut in zip(sizes, cuts, strict=True)]

@@ -1,8 +1,8 @@
 """The demo: a small GPT learns Python from the standard library's own sources, on the 4 ranks that torchrun starts.
 
-``torchrun --standalone --nproc-per-node 4 -m autopar.demo`` trains with ``dp=2 tp=2``, prints the plan, then trains
-the same model on the same batches again in one process and prints the largest difference of the two loss curves.
-Exits with 1 where that is more than `LIMIT`.
+``torchrun --standalone --nproc-per-node 4 -m autopar.demo`` trains with the plan that the solver chooses, explains it,
+then trains the same model on the same batches again in one process and prints the largest difference of the two loss
+curves. Exits with 1 where that is more than `LIMIT`. ``--pin tp=2`` fixes a part of the plan.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -27,6 +27,7 @@ from autopar.models.gpt2 import GPT2, GPT2Config
 
 CONFIG = GPT2Config(vocabulary=256, positions=128, width=192, layers=6, heads=6)
 RANK = int(os.environ.get("RANK", "0"))  # this process among those that torchrun started
+RANKS = int(os.environ.get("WORLD_SIZE", "4"))
 OUT = Console(width=None if sys.stdout.isatty() else 120, quiet=RANK != 0, highlight=False, markup=False)
 BATCH = 16  # rows of the global batch
 STEPS = 60
@@ -79,17 +80,17 @@ def train(title: str, model: nn.Module, step: Callable[[Tensor, Tensor], Tensor]
     return losses
 
 
-def compiled(steps: int, seed: int) -> list[float]:
-    """The losses on 4 ranks; prints the plan."""
+def compiled(steps: int, seed: int, pins: Sequence[str] = ()) -> list[float]:
+    """The losses on the ranks that torchrun started; explains the plan."""
     ids, labels = next(batches(corpus(), 1, seed))
-    parallel = autopar.compile(fresh(seed), Cluster.local(ranks=4), args=(ids, labels), pins={"dp": 2, "tp": 2})
+    parallel = autopar.compile(fresh(seed), Cluster.local(RANKS), args=(ids, labels), pins=pins)
 
     def step(ids: Tensor, labels: Tensor) -> Tensor:
         loss = parallel.step(ids, labels)
         parallel.clip_grad_norm_(NORM)
         return loss
 
-    losses = train("4 ranks, dp=2 tp=2", parallel, step, steps, seed)
+    losses = train(parallel.plan.one_line(), parallel, step, steps, seed)
     OUT.print(parallel.explain(), soft_wrap=True)
     return losses
 
@@ -115,14 +116,15 @@ def fresh(seed: int) -> GPT2:
 
 def main() -> int:
     """Train twice and compare. 0: the curves agree; 1: they do not; 2: launched in a way that cannot work."""
-    parser = argparse.ArgumentParser(prog="autopar.demo", description="Train a small GPT on dp=2 tp=2, and alone.")
+    parser = argparse.ArgumentParser(prog="autopar.demo", description="Train a small GPT on several ranks, and alone.")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--pin", action="append", default=[], metavar="KEY=VALUE", help="fix a part of the plan")
     options = parser.parse_args()
     if options.steps < 1:
         parser.error(f"--steps {options.steps} is not a number of steps. Legal: 1 or more.")
     try:
-        losses = compiled(options.steps, options.seed)
+        losses = compiled(options.steps, options.seed, options.pin)
     except AutoparError as error:
         print(error, file=sys.stderr)
         return 2

@@ -1,11 +1,12 @@
 """The one file that touches OR-Tools: a mixed-integer linear model as plain numbers, and its solution by HiGHS.
 
-HiGHS, of those that OR-Tools brings: on programs of `master` and `ilp` it is as fast as SCIP or faster but for one, and
-needs no scaling. Traps, each with a test in tests/solver/test_backend.py: pywraplp's ``HIGHS_LP`` and ``PDLP`` silently
-drop integrality; MathOpt's HiGHS refuses ``threads=1`` (unset, it runs one); GLOP calls a search for the highest point
-under planes IMPRECISE where bounds are as wide as 1e6, and gives nothing; CP-SAT through MathOpt rounds continuous
-columns, and then calls a program infeasible that is not. Everything stops by gap or by a number of nodes, never by the
-clock: same input, same answer.
+HiGHS, of those that OR-Tools brings: on programs of `master` and `ilp` it is as fast as SCIP or faster but for one,
+and needs no scaling. Traps, each with a test in tests/solver/test_backend.py: pywraplp's ``HIGHS_LP`` and ``PDLP``
+silently drop integrality; MathOpt's HiGHS refuses ``threads=1`` (unset, it runs one); GLOP calls a search for the
+highest point under planes IMPRECISE where bounds are as wide as 1e6, and gives nothing; CP-SAT through MathOpt rounds
+continuous columns, and then calls a program infeasible that is not; HiGHS prints a line when it repairs a point that
+it found, whatever it is told about output (to stderr with it: standard output is the command's). Everything stops by
+gap or by a number of nodes, never by the clock: same input, same answer.
 
 >>> model = Model()
 >>> x, y = (model.add(cost=-c, high=1.0, integer=True) for c in (2.0, 3.0))
@@ -17,7 +18,10 @@ clock: same input, same answer.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from math import inf
@@ -79,7 +83,8 @@ def minimise(model: Model, *, gap: float = 0.0, nodes: int = NODES) -> Solution:
     parameters = mathopt.SolveParameters(relative_gap_tolerance=gap, time_limit=timedelta(seconds=SECONDS))
     parameters.highs.int_options["mip_max_nodes"] = nodes
     parameters.highs.double_options["mip_abs_gap"] = 0.0
-    result = mathopt.solve(_mathopt(model), mathopt.SolverType.HIGHS, params=parameters)
+    with _prints_to_stderr():
+        result = mathopt.solve(_mathopt(model), mathopt.SolverType.HIGHS, params=parameters)
     reason = result.termination.reason
     limit = result.termination.limit
     timed_out = limit == mathopt.Limit.TIME
@@ -91,6 +96,26 @@ def minimise(model: Model, *, gap: float = 0.0, nodes: int = NODES) -> Solution:
     values = np.array(list(result.variable_values().values()))
     status: Literal["optimal", "feasible"] = "optimal" if reason == mathopt.TerminationReason.OPTIMAL else "feasible"
     return Solution(status, result.objective_value(), bound, values, timed_out)
+
+
+@contextmanager
+def _prints_to_stderr() -> Iterator[None]:
+    """What C code prints meanwhile goes to file descriptor 2. Nothing happens where 1 or 2 is closed."""
+    try:
+        kept = os.dup(1)
+    except OSError:
+        yield
+        return
+    buffers = ctypes.CDLL(None)  # of C: what it printed before, and what it prints here, leave in order
+    try:
+        buffers.fflush(None)
+        with suppress(OSError):
+            os.dup2(2, 1)
+        yield
+    finally:
+        buffers.fflush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _mathopt(model: Model) -> mathopt.Model:

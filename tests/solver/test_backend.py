@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from math import inf
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,3 +125,36 @@ def test_a_row_without_columns_decides_alone() -> None:
     model.add(cost=1.0, integer=True)
     model.row([], low=1.0)
     assert minimise(model).status == "infeasible"
+
+
+def test_what_highs_prints_stays_out_of_standard_output(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It prints when it repairs a point it found, whatever it is told: ``autopar plan --json`` must stay JSON."""
+    solve = mathopt.solve
+
+    def noisy(*args: Any, **kwargs: Any) -> Any:
+        ctypes.CDLL(None).puts(b"from C")
+        os.write(1, b"to the descriptor\n")
+        return solve(*args, **kwargs)
+
+    monkeypatch.setattr(mathopt, "solve", noisy)
+    minimise(knapsack())
+    print("ours", flush=True)
+    ctypes.CDLL(None).fflush(None)
+    out, err = capfd.readouterr()
+    assert out == "ours\n"
+    assert "from C" in err
+    assert "to the descriptor" in err
+
+
+def test_solves_without_standard_output() -> None:
+    """As under a service that closes it."""
+    kept = os.dup(1)
+    sys.stdout.flush()
+    os.close(1)
+    try:
+        assert minimise(knapsack()).status == "optimal"
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)

@@ -2,8 +2,8 @@
 
 `Poser` keeps what does not depend on the mesh; `Posed` has the problem and what its states stand for. What is priced:
 
-- op: its strategies, by roofline; a tensor that several slots read (or several units touch): the one layout in which it
-  is shared; a parameter: how it rests, is gathered and reduced.
+- op: its strategies, by roofline, and the inputs that it is the first to read; a tensor that several slots read (or
+  several units touch): the one layout in which it is shared; a parameter: how it rests, is gathered and reduced.
 - change of layout between two of them: exposed seconds; of parameters, and of what depends on parameters alone: hidden.
 - saved bytes: at the reader whose operand autograd keeps, in the layout that it reads; of a tensor with several such
   readers once, in the shared layout. A view's storage counts at the tensor that owns it. A weight gathered at its use
@@ -26,7 +26,7 @@ from autopar.op_states import Column, Menu, OpStates, Parts, arriving_parts, op_
 from autopar.passes.calls import call_key
 from autopar.passes.changes import costs
 from autopar.passes.complete_layouts import needs_change
-from autopar.passes.facts import Choice, Value
+from autopar.passes.facts import Choice, Value, value
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.parameter_states import ParameterState, parameter_states
 from autopar.passes.price import local_bytes
@@ -247,6 +247,8 @@ class _Pose:
         borders: Sequence[tuple[Layout, ...] | tuple[ParameterState, ...]],
     ) -> tuple[Class, tuple[tuple[Layout, ...], ...], tuple[tuple[ParameterState, ...], ...]]:
         unary = [o.costs.copy() for o in ops]
+        for i, slot, node in wiring.inputs:
+            unary[i][:, STATIC] += self._arriving(value(node), [s.operands[slot] for s in ops[i].strategies])
         kinds: list[Variable] = []
         place: dict[fx.Node, int] = {}
         states: dict[fx.Node, tuple[Layout, ...] | tuple[ParameterState, ...]] = {}
@@ -363,6 +365,12 @@ class _Pose:
 
     def _bytes(self, v: Value, layouts: Sequence[Layout]) -> Array:
         return np.array([local_bytes(v, x, self.plain) for x in layouts], np.float64)
+
+    def _arriving(self, v: Value, layouts: Sequence[Layout]) -> Array:
+        """Bytes of an input that arrives, for all microbatches, as its first reader wants it."""
+        time = self.mesh.time
+        times = [self.microbatches if time is not None and x.kinds[time] == "S" else 1 for x in layouts]
+        return self._bytes(v, layouts) * times
 
     def _copies(self, v: Value, sources: Sequence[Layout], targets: Sequence[Layout], *, same_is_free: bool) -> Array:
         """Bytes of each target, none where the source is the same storage and is counted elsewhere."""

@@ -23,7 +23,7 @@ from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.units import Units, core_ops, cut_units
 from autopar.pins import microbatch_rows
 from autopar.pose import Posed, mesh_of, pose
-from autopar.wiring import Known, Wiring, weights_of, wire
+from autopar.wiring import Known, Wiring, first_reads, weights_of, wire
 
 
 @dataclass(eq=False)
@@ -47,9 +47,11 @@ class Body:
         def mark(tensor: fx.Node) -> tuple[object, ...]:
             return min(held.count.get(tensor, 0), 2), tensor in held.own, tensor in held.views
 
-        units = cut_units(gm, parameters, held.slots.get, mark)
+        inputs = first_reads(ops, {i.name for i in captured.inputs})
+        reads = {op: slot for op, slot in inputs.values()}
+        units = cut_units(gm, parameters, lambda op: (held.slots[op], reads.get(op)), mark)
         outputs, core = outputs_of(gm), frozenset(ops)
-        known = Known(parameters, held, outputs, weights_of(gm, parameters), core)
+        known = Known(parameters, held, outputs, weights_of(gm, parameters), core, inputs)
         wirings = tuple(wire(units.units[first], known) for first in units.first)
         return Body(prepared, units, wirings, propose_parts(gm), core, outputs)
 

@@ -232,12 +232,29 @@ def _that_fits(solver: Solver, nearest: bool) -> tuple[Found[Posed], Plan, float
     if least is None or least.fits is False:
         _nothing_fits(solver, found, least, nearest)
     assert least is not None and found.least is not None
-    limit = float(found.least.answer.least_bytes) * (1 + 1e-9)
-    with solver.timed("search"):
-        found = solver.search(limit)
-    assert found.best is not None and found.best.problem is not None
-    plan = solver.plan(found.best.problem, found.best.answer.assignment)
-    return found, plan if plan.fits is not False else least, limit
+    return _between(solver, float(found.least.answer.least_bytes) * (1 + 1e-9), max(limit, 0.0), least)
+
+
+def _between(solver: Solver, low: float, high: float, least: Plan) -> tuple[Found[Posed], Plan, float]:
+    """Given ``low`` bytes the search finds a plan that fits (or ``least`` does), given ``high`` none was found: halves
+    the distance some times."""
+    best = None
+    for attempt in range(ROUNDS):
+        limit = low if attempt == 0 else (low + high) / 2
+        with solver.timed("search"):
+            found = solver.search(limit)
+        plan = None
+        if found.best is not None and found.best.problem is not None:
+            plan = solver.plan(found.best.problem, found.best.answer.assignment)
+        if plan is not None and (plan.fits is not False or attempt == 0):
+            best = found, plan if plan.fits is not False else least, limit
+            low = limit
+        else:
+            high = limit
+        if high <= low:
+            break
+    assert best is not None
+    return best
 
 
 def _over(plan: Plan) -> float:

@@ -5,7 +5,7 @@ It depends on the graph alone, so it is found once for all meshes and microbatch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import fx
@@ -54,6 +54,7 @@ class Tensor:
 class Wiring:
     """A class: the ops and tensors of its first unit. ``core``: per op, the operand slots that the core fills.
 
+    ``inputs``: (op, slot, input) where the first op of the core that reads an input is one of these.
     Variables of the class are the ops, then the tensors that are hubs of its own, then its own parameters."""
 
     name: str
@@ -61,6 +62,7 @@ class Wiring:
     core: tuple[tuple[int, ...], ...]
     tensors: tuple[Tensor, ...]
     borders: tuple[fx.Node, ...]
+    inputs: tuple[tuple[int, int, fx.Node], ...] = ()
 
     def own(self, *, parameters: bool) -> list[Tensor]:
         """The hubs (or parameters) that no other unit touches, in the order of their variables."""
@@ -76,6 +78,7 @@ class Known:
     outputs: Mapping[fx.Node, str]
     weights: frozenset[fx.Node]
     core: frozenset[fx.Node]  # ops
+    inputs: Mapping[fx.Node, tuple[fx.Node, int]]  # first op of the core that reads each, and its slot
 
 
 def wire(unit: Unit, known: Known) -> Wiring:
@@ -100,7 +103,8 @@ def wire(unit: Unit, known: Known) -> Wiring:
         _tensor(node, made.get(node), tuple(read), border.get(node), known) for node, read in readers.items()
     )
     assert all(t.made is not None or t.parameter or t.border is not None for t in tensors), place
-    return Wiring(_name(unit), unit.ops, tuple(core), tensors, unit.borders)
+    inputs = tuple((place[op], slot, node) for node, (op, slot) in known.inputs.items() if op in place)
+    return Wiring(_name(unit), unit.ops, tuple(core), tensors, unit.borders, inputs)
 
 
 def _tensor(
@@ -130,6 +134,16 @@ def _name(unit: Unit) -> str:
     names = [fact(op).fqn for op in unit.ops if fact(op).fqn]
     first, last = (names[0], names[-1]) if names else (unit.ops[0].name, unit.ops[-1].name)
     return first if first == last else f"{first} .. {last}"
+
+
+def first_reads(ops: Sequence[fx.Node], names: Collection[str]) -> dict[fx.Node, tuple[fx.Node, int]]:
+    """For each input that ops read: the first that does, and in which slot."""
+    found: dict[fx.Node, tuple[fx.Node, int]] = {}
+    for op in ops:
+        for slot, operand in enumerate(operand_nodes(op)):
+            if operand.op == "placeholder" and operand.name in names:
+                found.setdefault(operand, (op, slot))
+    return found
 
 
 def weights_of(gm: fx.GraphModule, parameters: frozenset[str]) -> frozenset[fx.Node]:

@@ -105,7 +105,8 @@ def test_a_problem_prices_what_the_program_does(
     parts = predict(plan, body.prepared, poser(name).cluster).predicted.parts
     assert total[COMPUTE] == pytest.approx(parts["compute_s"] + parts["optimizer_s"], rel=2e-3)
     assert total[HIDDEN] == pytest.approx(parts["hidden_s"], rel=1e-9)
-    assert total[STATIC] == sum(parts[f"{kind}_bytes"] for kind in STATIC_BYTES)
+    held = sum(parts[f"{kind}_bytes"] for kind in STATIC_BYTES)
+    assert held <= total[STATIC] <= held + parts["inputs_bytes"]
     assert total[SAVED] == pytest.approx(parts["saved_bytes"], rel=0.04)
     exposed = total[EXPOSED] - UNHIDDEN * total[HIDDEN]
     assert exposed == pytest.approx(emitted(body, found, assignment, times), abs=1e-9)

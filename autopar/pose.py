@@ -9,7 +9,8 @@
   readers once, in the shared layout. A view's storage counts at the tensor that owns it. A weight gathered at its use
   counts as working memory of the op that reads it.
 - a thousandth of all hidden seconds is exposed: of plans that hide all of it, the one that moves least is taken.
-- the side (`passes.units`) costs nothing here, so that bounds hold; it is decided afterwards.
+- the side (`passes.units`) costs nothing here but what one op of the core alone keeps of it, so that bounds hold; it is
+  decided afterwards.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from torch import fx
 
 from autopar.cluster import Cluster
-from autopar.op_states import Column, Menu, OpStates, Parts, arriving_parts, op_states
+from autopar.op_states import Column, Menu, OpStates, arriving_parts, op_states
 from autopar.passes.calls import call_key
 from autopar.passes.changes import costs
 from autopar.passes.complete_layouts import needs_change
@@ -30,6 +31,7 @@ from autopar.passes.facts import Choice, Value, value
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.parameter_states import ParameterState, parameter_states
 from autopar.passes.price import local_bytes
+from autopar.passes.roles import Roles
 from autopar.passes.units import Units
 from autopar.solver.cost import adamw
 from autopar.solver.problem import (
@@ -57,7 +59,8 @@ ADAMW_STATES = 2  # tensors of a parameter's size and dtype that the optimizer h
 @dataclass(frozen=True, eq=False)
 class Posed:
     """A problem and what its states stand for. ``ops``: per class, of each op; ``parameters``: per class, of each of
-    its own; ``hubs``: likewise of tensors; ``shared``: of each shared variable (layouts or parameter states)."""
+    its own; ``hubs``: likewise of tensors; ``shared``: of each shared variable (layouts or parameter states);
+    ``roles``: of pinned axes."""
 
     problem: Problem
     mesh: Mesh
@@ -66,11 +69,16 @@ class Posed:
     hubs: tuple[tuple[tuple[Layout, ...], ...], ...]
     parameters: tuple[tuple[tuple[ParameterState, ...], ...], ...]
     shared: tuple[tuple[Layout, ...] | tuple[ParameterState, ...], ...]
+    roles: Roles | None = None
 
 
-def mesh_of(cluster: Cluster, axes: Sequence[tuple[int, int]], rows: tuple[int, ...]) -> Mesh:
-    """The mesh of neutral axes (size, stride), outermost first, and of several microbatches of ``rows``."""
-    space = [Axis(f"axis{i}", size, wire=wire_of(cluster, size, stride)) for i, (size, stride) in enumerate(axes)]
+def mesh_of(
+    cluster: Cluster, axes: Sequence[tuple[int, int]], rows: tuple[int, ...], names: Sequence[str] = ()
+) -> Mesh:
+    """The mesh of axes (size, stride), outermost first, neutral ones if not named, and of several microbatches of
+    ``rows``."""
+    names = names or [f"axis{i}" for i in range(len(axes))]
+    space = [Axis(names[i], size, wire=wire_of(cluster, size, stride)) for i, (size, stride) in enumerate(axes)]
     return Mesh((*space, Axis("time", len(rows), rows)) if len(rows) > 1 else tuple(space))
 
 
@@ -85,9 +93,11 @@ def pose(
     *,
     zero: int | None = None,
     menu: Menu | None = None,
+    roles: Roles | None = None,
 ) -> Posed:
-    """The problem on ``mesh``. ``times``: the choice of each op on the time axis; ``zero``: the only stage allowed."""
-    return _Pose(mesh, cluster, zero, menu or Menu()).run(name, units, wirings, times, proposals)
+    """The problem on ``mesh``. ``times``: the choice of each op on the time axis; ``zero``: the only stage allowed;
+    ``roles``: of pinned axes."""
+    return _Pose(mesh, cluster, zero, menu or Menu(), roles).run(name, units, wirings, times, proposals)
 
 
 @dataclass(eq=False)
@@ -96,11 +106,12 @@ class _Pose:
     cluster: Cluster
     zero: int | None
     menu: Menu
+    roles: Roles | None = None
 
     def __post_init__(self) -> None:
         self.plain = self.mesh.without_wires()
         self.microbatches = 1 if self.mesh.time is None else self.mesh.axes[self.mesh.time].size
-        self._op_states: dict[tuple[int, Choice | None, Parts, tuple[int, ...]], OpStates] = {}
+        self._op_states: dict[object, OpStates] = {}
         self._seconds: dict[tuple[Value, tuple[Layout, ...], tuple[Layout, ...]], Array] = {}
 
     def run(
@@ -131,7 +142,7 @@ class _Pose:
             float(self.cluster.limit),
             {"generated": generated, "dominated": dropped},
         )
-        return Posed(problem, self.mesh, units, ops, tuple(hubs), tuple(parameters), states)
+        return Posed(problem, self.mesh, units, ops, tuple(hubs), tuple(parameters), states, self.roles)
 
     # -- ops -----------------------------------------------------------------------------------------------------
 
@@ -150,9 +161,12 @@ class _Pose:
             parts = list(proposals.get(op, ()))
             for slot in wiring.core[i]:
                 parts += arriving_parts(op, slot, made.get(operands[i, slot], ()), self.plain)
-            key = (call_key(op), times.get(op), tuple(dict.fromkeys(parts)), wiring.core[i])
+            offered, roles = tuple(dict.fromkeys(parts)), self.roles
+            key = (call_key(op), times.get(op), offered, wiring.core[i], roles and roles.key(op))
             if key not in self._op_states:
-                strategies = self.menu.strategies(op, self.plain, times.get(op), key[2])
+                fixed = roles.fixed(op) if roles else None
+                strategies = self.menu.strategies(op, self.plain, times.get(op), offered, fixed)
+                strategies = roles.of(op, strategies) if roles else strategies
                 self._op_states[key] = op_states(
                     op, strategies, wiring.core[i], self.mesh, self.cluster.chip, self.microbatches
                 )
@@ -217,8 +231,11 @@ class _Pose:
         name = str(t.node.target) if t.parameter else t.node.name
         if t.parameter:
             uses = tuple(x for x in layouts if "P" not in x.kinds)
-            states = tuple(parameter_states(t.value, uses, self.mesh, self.zero))
+            over = None if self.roles is None else tuple(self.roles.follow)
+            states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over))
             return Variable(name, "parameter", tuple(map(str, states)), self._held(t.value, states)), states
+        if self.roles is not None:
+            layouts = self.roles.shared(t.node, layouts)
         rows = np.zeros((len(layouts), len(RESOURCES)))
         rows[:, EXPOSED] = self._returned(t, layouts)
         return Variable(name, "tensor", tuple(map(str, layouts)), rows), layouts
@@ -249,6 +266,8 @@ class _Pose:
         unary = [o.costs.copy() for o in ops]
         for i, slot, node in wiring.inputs:
             unary[i][:, STATIC] += self._arriving(value(node), [s.operands[slot] for s in ops[i].strategies])
+        for i, slot, node in wiring.sides:
+            unary[i][:, SAVED] += self._bytes(value(node), [s.operands[slot] for s in ops[i].strategies])
         kinds: list[Variable] = []
         place: dict[fx.Node, int] = {}
         states: dict[fx.Node, tuple[Layout, ...] | tuple[ParameterState, ...]] = {}

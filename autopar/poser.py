@@ -1,4 +1,4 @@
-"""What a capture gives once for all meshes: its graph prepared, its units and their wiring, what is forced over time."""
+"""What a capture gives once for all meshes: its prepared graph, units and their wiring, what is forced over time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from autopar.passes import run
 from autopar.passes.completion import is_op
 from autopar.passes.divide_work import propose_parts
 from autopar.passes.facts import value
-from autopar.passes.follow_time import TimeChoices, cut_alike, follow_time
+from autopar.passes.follow_time import TimeChoices, cut_alike, follow_axis, follow_time
 from autopar.passes.keepers import keepers
+from autopar.passes.layout import Axis
+from autopar.passes.roles import Roles, limits_of
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.units import Units, core_ops, cut_units
-from autopar.pins import microbatch_rows
+from autopar.pins import ResolvedPins, microbatch_rows
 from autopar.pose import Posed, mesh_of, pose
-from autopar.wiring import Known, Wiring, first_reads, weights_of, wire
+from autopar.wiring import Known, Wiring, first_reads, kept_sides, weights_of, wire
 
 
 @dataclass(eq=False)
@@ -48,10 +50,12 @@ class Body:
             return min(held.count.get(tensor, 0), 2), tensor in held.own, tensor in held.views
 
         inputs = first_reads(ops, {i.name for i in captured.inputs})
-        reads = {op: slot for op, slot in inputs.values()}
-        units = cut_units(gm, parameters, lambda op: (held.slots[op], reads.get(op)), mark)
+        alone = kept_sides(ops, held)
+        reads = dict(inputs.values())
+        keeps = dict(alone.values())
+        units = cut_units(gm, parameters, lambda op: (held.slots[op], reads.get(op), keeps.get(op)), mark)
         outputs, core = outputs_of(gm), frozenset(ops)
-        known = Known(parameters, held, outputs, weights_of(gm, parameters), core, inputs)
+        known = Known(parameters, held, outputs, weights_of(gm, parameters), core, inputs, alone)
         wirings = tuple(wire(units.units[first], known) for first in units.first)
         return Body(prepared, units, wirings, propose_parts(gm), core, outputs)
 
@@ -68,17 +72,20 @@ class Body:
 class Poser:
     """Poses the problem of a capture on any mesh, with any number of equal microbatches.
 
-    ``prepared``: the capture prepared for one microbatch; ``zero``: the only stage of ZeRO that is allowed.
+    ``prepared``: the capture prepared for one microbatch; ``zero``: the only stage of ZeRO that is allowed;
+    ``pinned``: the axes, and what they are for (None: neutral axes).
     """
 
     prepared: Prepared
     cluster: Cluster
     zero: int | None = None
+    pinned: ResolvedPins | None = None
 
     def __post_init__(self) -> None:
         self.menu = Menu()
         self._times: dict[int, TimeChoices | str] = {}
         self._finest: TimeChoices | None = None
+        self._roles: dict[Body, Roles] = {}
 
     @property
     def captured(self) -> Capture:
@@ -100,13 +107,14 @@ class Poser:
 
     def rows(self, microbatches: int) -> tuple[int, ...]:
         """Rows of each microbatch."""
-        return microbatch_rows(self.captured.batch, 1, microbatches)
+        return microbatch_rows(self.captured.batch, self._rows_together, microbatches)
 
     def times(self, microbatches: int) -> TimeChoices | str:
         """What every op does over time, or why there cannot be so many microbatches."""
         if microbatches not in self._times:
-            if microbatches > 1 and self._finest is None and self.captured.batch not in self._times:
-                self._times[self.captured.batch] = self._follow(self.captured.batch)
+            most = self.captured.batch // self._rows_together
+            if microbatches > 1 and self._finest is None and most not in self._times:
+                self._times[most] = self._follow(most)
             self._times[microbatches] = self._times.get(microbatches) or self._follow(microbatches)
         return self._times[microbatches]
 
@@ -126,7 +134,7 @@ class Poser:
             return str(error)
         if not body.regular(found):
             return "equal layers would treat their microbatches differently"
-        if max(rows) == 1:
+        if max(rows) == self._rows_together:
             self._finest = found
         return found
 
@@ -134,7 +142,8 @@ class Poser:
         """The problem on a mesh of axes (size, stride), outermost first. `times` must be legal."""
         times, body = self.times(microbatches), self.body(microbatches)
         assert isinstance(times, TimeChoices), times
-        mesh = mesh_of(self.cluster, axes, self.rows(microbatches))
+        names = [name for name, _ in self.pinned.axes()] if self.pinned else ()
+        mesh = mesh_of(self.cluster, axes, self.rows(microbatches), names)
         name = " x ".join(f"{size}@{stride}" for size, stride in axes) or "1 rank"
         return pose(
             f"{name}, microbatches={microbatches}",
@@ -146,7 +155,26 @@ class Poser:
             self.cluster,
             zero=self.zero,
             menu=self.menu,
+            roles=self._roles_on(body, self.pinned) if self.pinned else None,
         )
+
+    @property
+    def _rows_together(self) -> int:
+        """Rows that no microbatch may part: a pinned data axis has one on each rank."""
+        return self.pinned.dp if self.pinned else 1
+
+    def _roles_on(self, body: Body, pins: ResolvedPins) -> Roles:
+        if body not in self._roles:
+            gm, parameters = body.prepared.body, frozenset(self.captured.parameters)
+            batched = frozenset(i.name for i in self.captured.inputs if i.batch)
+            named = {name: i for i, (name, _) in enumerate(pins.axes())}
+            follow = {named["dp"]: follow_axis(gm, batched, Axis("dp", pins.dp))} if "dp" in named else {}
+            limits, whole = {}, frozenset[fx.Node]()
+            if "tp" in named:
+                ops = core_ops(gm, parameters)
+                limits, whole = limits_of(ops, body.units, parameters, weights_of(gm, parameters))
+            self._roles[body] = Roles(follow, named.get("tp"), limits, whole)
+        return self._roles[body]
 
 
 def outputs_of(gm: fx.GraphModule) -> dict[fx.Node, str]:

@@ -14,6 +14,7 @@ from autopar.passes.completion import result_slots
 from autopar.passes.facts import Value, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.keepers import Keepers
+from autopar.passes.saves import saves
 from autopar.passes.units import Unit, is_parameter, producer_of
 
 
@@ -54,7 +55,8 @@ class Tensor:
 class Wiring:
     """A class: the ops and tensors of its first unit. ``core``: per op, the operand slots that the core fills.
 
-    ``inputs``: (op, slot, input) where the first op of the core that reads an input is one of these.
+    ``inputs``: (op, slot, input) where the first op of the core that reads an input is one of these;
+    ``sides``: likewise of a tensor of the side that one op of the core makes autograd keep.
     Variables of the class are the ops, then the tensors that are hubs of its own, then its own parameters."""
 
     name: str
@@ -63,6 +65,7 @@ class Wiring:
     tensors: tuple[Tensor, ...]
     borders: tuple[fx.Node, ...]
     inputs: tuple[tuple[int, int, fx.Node], ...] = ()
+    sides: tuple[tuple[int, int, fx.Node], ...] = ()
 
     def own(self, *, parameters: bool) -> list[Tensor]:
         """The hubs (or parameters) that no other unit touches, in the order of their variables."""
@@ -79,6 +82,7 @@ class Known:
     weights: frozenset[fx.Node]
     core: frozenset[fx.Node]  # ops
     inputs: Mapping[fx.Node, tuple[fx.Node, int]]  # first op of the core that reads each, and its slot
+    sides: Mapping[fx.Node, tuple[fx.Node, int]]  # the op of the core that keeps each, and its slot
 
 
 def wire(unit: Unit, known: Known) -> Wiring:
@@ -104,7 +108,8 @@ def wire(unit: Unit, known: Known) -> Wiring:
     )
     assert all(t.made is not None or t.parameter or t.border is not None for t in tensors), place
     inputs = tuple((place[op], slot, node) for node, (op, slot) in known.inputs.items() if op in place)
-    return Wiring(_name(unit), unit.ops, tuple(core), tensors, unit.borders, inputs)
+    sides = tuple((place[op], slot, node) for node, (op, slot) in known.sides.items() if op in place)
+    return Wiring(_name(unit), unit.ops, tuple(core), tensors, unit.borders, inputs, sides)
 
 
 def _tensor(
@@ -144,6 +149,37 @@ def first_reads(ops: Sequence[fx.Node], names: Collection[str]) -> dict[fx.Node,
             if operand.op == "placeholder" and operand.name in names:
                 found.setdefault(operand, (op, slot))
     return found
+
+
+def kept_sides(ops: Sequence[fx.Node], held: Keepers) -> dict[fx.Node, tuple[fx.Node, int]]:
+    """The computed tensors of the side that one op of the core keeps, alone: by which op, and in which slot. (Those
+    that many layers keep, masks and tables, count once and are left to the end.)"""
+    core = set(ops)
+    by: dict[fx.Node, list[tuple[fx.Node, fx.Node, int]]] = {}
+    for op in ops:
+        operands = operand_nodes(op)
+        for slot in held.slots[op]:
+            made = producer_of(operands[slot])
+            if made not in core and made.op == "call_function":
+                by.setdefault(_storage(operands[slot]), []).append((operands[slot], op, slot))
+    return {
+        tensor: (op, slot)
+        for root, ((tensor, op, slot), *others) in by.items()
+        if not others and root.op == "call_function"
+    }
+
+
+def _storage(tensor: fx.Node) -> fx.Node:
+    """The tensor whose storage a view of the side shares."""
+    while producer_of(tensor).op == "call_function":
+        made = producer_of(tensor)
+        found = saves(made).aliases
+        index = int(tensor.args[1]) if is_getitem(tensor) else 0  # type: ignore[arg-type]
+        slot = found[index] if index < len(found) else None
+        if slot is None:
+            break
+        tensor = operand_nodes(made)[slot]
+    return tensor
 
 
 def weights_of(gm: fx.GraphModule, parameters: frozenset[str]) -> frozenset[fx.Node]:

@@ -11,8 +11,8 @@ counts sizes: the whole tensor (a gather's result, a scatter's input, what every
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
@@ -20,6 +20,7 @@ from torch import fx
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local
 from autopar.plan import Collective
+from autopar.runtime.buckets import Bucket, buckets
 
 FORWARD, BACKWARD, PROLOGUE, GATHERED, REDUCED = "forward", "backward", "prologue", "parameters", "gradients"
 HIDDEN = (GATHERED, REDUCED)
@@ -79,8 +80,8 @@ def count_collectives(
     found: Counter[tuple[str, str, str]] = Counter()
     size: Counter[tuple[str, str, str]] = Counter()
 
-    def add(graph: fx.GraphModule, weights: dict[str, bool], phases: tuple[str, str], repeats: tuple[int, int]) -> None:
-        for sent in sends(graph, weights):
+    def add(every: Iterable[Sent], phases: tuple[str, str], repeats: tuple[int, int]) -> None:
+        for sent in every:
             key = (axis_of[sent.group], sent.kind, sent.phase(*phases))
             found[key] += repeats[sent.backward]
             size[key] += repeats[sent.backward] * sent.nbytes
@@ -89,15 +90,12 @@ def count_collectives(
     for r, graph in local.body.items():
         names = (n.name for n in graph.graph.nodes if n.op == "placeholder")
         weights = {name: use.trainable for name, use in zip(names, local.parameters, strict=False)}
-        add(graph, weights, (FORWARD, BACKWARD), (rows[r], rows[r] * train))
+        add(sends(graph, weights), (FORWARD, BACKWARD), (rows[r], rows[r] * train))
     if local.prologue is not None:
-        add(local.prologue, {}, (PROLOGUE, PROLOGUE), (1, 0))
+        add(sends(local.prologue, {}), (PROLOGUE, PROLOGUE), (1, 0))
     count = sum(rows.values())
-    for use in local.parameters:
-        if use.fqn in local.enter:
-            graph = local.enter[use.fqn]
-            weights = {n.name: use.trainable for n in graph.graph.nodes if n.op == "placeholder"}
-            add(graph, weights, HIDDEN, (1, (count if use.reduce == "microbatch" else 1) * train))
+    for bucket in buckets(local):
+        add(sends_of(bucket, local), HIDDEN, (1, (count if bucket.reduce == "microbatch" else 1) * train))
     return tuple(_row(key, found[key], size[key], mesh) for key in sorted(found) if found[key])
 
 
@@ -122,6 +120,20 @@ def microbatches(local: Local) -> Counter[int]:
     """How many microbatches run each body, by rows as `Local.body` has them."""
     time = local.mesh.time
     return Counter({0: 1}) if time is None else Counter(local.mesh.axes[time].rows)
+
+
+def sends_of(bucket: Bucket, local: Local) -> list[Sent]:
+    """The collectives of a bucket: each carries the bytes of all members that take part."""
+    every: list[Sent] = []
+    for use in (local.parameters[i] for i in bucket.members):
+        graph = local.enter[use.fqn]
+        every += sends(graph, {n.name: use.trainable for n in graph.graph.nodes if n.op == "placeholder"})
+    if bucket.chains is None:
+        return every
+    size: Counter[Sent] = Counter()
+    for sent in every:
+        size[replace(sent, nbytes=0)] += sent.nbytes
+    return [replace(sent, nbytes=nbytes) for sent, nbytes in size.items()]
 
 
 def sends(graph: fx.GraphModule, weights: Mapping[str, bool]) -> Iterator[Sent]:

@@ -19,11 +19,13 @@ from autopar.passes.divide_work import flops
 from autopar.passes.facts import Strategy, Value, fact, operand_nodes, value
 from autopar.passes.insert_changes import change
 from autopar.passes.layout import Mesh
-from autopar.passes.lower import Local
+from autopar.passes.lower import Local, ParameterUse
+from autopar.passes.moves import share, terms
 from autopar.passes.price import Prices, local_bytes, prices
 from autopar.passes.saves import Call, call_of
 from autopar.passes.strategy import strategy
 from autopar.plan import Plan
+from autopar.runtime.buckets import buckets
 from autopar.solver.cost import roofline
 from autopar.wiring import weights_of
 
@@ -125,16 +127,26 @@ def moved_in(graph: fx.GraphModule, plan: Plan, mesh: Mesh, times: int, *, train
 
 
 def moved_on_entry(local: Local, mesh: Mesh, times: int, *, train: bool) -> Moved:
-    """Rest -> entry of all parameters, once a step, and their gradients' way back."""
+    """Rest -> entry of all parameters, once a step, and their gradients' way back: bytes by parameter, latencies by
+    bucket."""
     hidden = 0.0
-    for use in local.parameters:
-        if use.fqn not in local.enter:
-            continue
-        v = Value(use.shape, use.dtype, use.trainable)
-        for step in path(use.rest, use.entry, v, local.mesh) or ():
-            forward, backward = _both_ways(step, v, mesh, train=train)
-            hidden += forward + backward * (times if use.reduce == "microbatch" else 1)
+    for bucket in buckets(local):
+        again = (times if bucket.reduce == "microbatch" else 1) * train
+        ways = [_on_entry(local.parameters[i], local, mesh, again) for i in bucket.members]
+        hidden += sum(moving for _, moving in ways) + max(latency for latency, _ in ways)
     return Moved(0.0, hidden)
+
+
+def _on_entry(use: ParameterUse, local: Local, mesh: Mesh, again: int) -> tuple[float, float]:
+    """Seconds of one parameter: the latencies of its way, and what its bytes take; the way back ``again`` times."""
+    v, latency, moving = Value(use.shape, use.dtype, use.trainable), 0.0, 0.0
+    for step in path(use.rest, use.entry, v, local.mesh) or ():
+        nbytes = v.nbytes * share(step.source, step.axis, mesh)
+        fixed, per_byte = terms(step.row, step.axis, False, mesh)
+        fixed_both, per_byte_both = terms(step.row, step.axis, v.grad, mesh)
+        latency += fixed + again * (fixed_both - fixed)
+        moving += nbytes * (per_byte + again * (per_byte_both - per_byte))
+    return latency, moving
 
 
 def _both_ways(step: Step, v: Value, mesh: Mesh, *, train: bool) -> tuple[float, float]:

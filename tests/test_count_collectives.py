@@ -1,5 +1,7 @@
 """Counting the collectives of a hand-made program: kinds, phases, bytes, microbatches and what needs no gradient."""
 
+from dataclasses import replace
+
 import torch
 from torch import fx
 
@@ -100,3 +102,15 @@ def test_order():
     found = count_collectives(_local(Mesh((Axis("dp", 2), Axis("tp", 2))), [0]), {"g": "dp", "t": "tp"})
     assert list(found) == sorted(found, key=lambda c: (c.axis, c.kind, c.phase))
     assert all(isinstance(c, Collective) for c in found)
+
+
+def test_a_bucket_counts_once():
+    mesh = Mesh((Axis("dp", 2), Axis("tp", 2)))
+    local = _local(mesh, [])
+    (use,) = local.parameters
+    uses = (use, replace(use, fqn="v"), replace(use, fqn="frozen", trainable=False))
+    several = replace(local, parameters=uses, enter={u.fqn: local.enter["w"] for u in uses})
+    assert _count(several) == {
+        ("dp", "all_gather", "parameters"): (1, 3 * 4 * ROW),
+        ("dp", "reduce_scatter", "gradients"): (1, 2 * 4 * ROW),
+    }

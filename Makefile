@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-slice exact-layouts clean
+.PHONY: demo test lint format exact exact-slice exact-layouts exact-solved clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,15 +25,21 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-slice exact-layouts  ## every large table
+exact: exact-slice exact-layouts exact-solved  ## every large table
 
 # torchvision stays out of .venv: its released build needs a CUDA torch, and transformers would import it unasked.
-exact-slice: $(READY)  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)
-	$(BIN)/python -m pip install -qq --no-deps --upgrade --target build/torchvision -c constraints.txt torchvision
+build/torchvision: $(READY)
+	$(BIN)/python -m pip install -qq --no-deps --upgrade --target $@ -c constraints.txt torchvision
+	@touch $@
+
+exact-slice: build/torchvision  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)
 	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/slice.py
 
 exact-layouts: $(READY)  ## 500 random complete layouts of four models, 50 of them on real ranks (at most 90 minutes)
 	$(BIN)/python tests/exact/random_layouts.py
+
+exact-solved: build/torchvision  ## the solver's own plans, memory loose to just enough, and 200 rivals (at most 4 hours)
+	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/solved_on_ranks.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

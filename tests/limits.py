@@ -1,0 +1,53 @@
+"""Clusters with little memory, for the tests of plans that the solver makes under a limit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.capture import Capture
+from autopar.cluster import Cluster
+from autopar.errors import NothingFits
+from autopar.pins import Pins
+from autopar.plan import Plan
+from autopar.solve import solved
+
+GIB = 2**30
+TINY = 0.02  # of what a plan without a limit takes: under what any plan needs
+
+
+def figures(name: str, ranks: int) -> Cluster:
+    """``local``, or ``h100``: its figures, one node of so many ranks."""
+    if name == "local":
+        return Cluster.local(ranks=ranks)
+    return replace(Cluster.load("h100-dgx"), ranks_per_node=ranks)
+
+
+def with_memory(cluster: Cluster, nbytes: float) -> Cluster:
+    """The cluster with so many bytes a rank for tensors."""
+    memory = replace(cluster.chip.memory, value=float(int(nbytes)), source="the limit of a test")
+    return replace(cluster, chip=replace(cluster.chip, memory=memory, reserved=None))
+
+
+def peak(plan: Plan) -> float:
+    """Bytes of a rank, as predicted."""
+    assert plan.predicted.peak_mem_gib is not None
+    return plan.predicted.peak_mem_gib * GIB
+
+
+def leanest(captured: Capture, cluster: Cluster, loose: Plan, pins: Pins | None = None) -> Plan:
+    """The plan of least memory, as the solver names it where nothing fits."""
+    try:
+        solved(captured, with_memory(cluster, TINY * peak(loose)), pins, nearest=False)
+    except NothingFits as error:
+        assert error.plan is not None and error.plan.fits is False
+        return error.plan
+    raise AssertionError("something fits in next to nothing")
+
+
+def limits(captured: Capture, cluster: Cluster, loose: Plan) -> dict[str, Cluster]:
+    """``tight``: halfway between what the loose plan and the leanest take; ``just``: what the leanest takes."""
+    least = peak(leanest(captured, cluster, loose))
+    return {
+        "tight": with_memory(cluster, (least + peak(loose)) / 2),
+        "just": with_memory(cluster, least + 1),
+    }

@@ -1,0 +1,123 @@
+"""Plans of the solver where memory is short: they equal one process on real ranks, fit, divide, and are not slower than
+their neighbours; where nothing fits, the change that is named makes it fit."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.errors import NothingFits
+from autopar.loading import ModelSpec
+from autopar.pins import Pins
+from autopar.plan import Plan
+from autopar.planning import plan_training
+from autopar.runtime.pool import RankPool
+from autopar.verify import Subject, VerifyResult, verify_many
+
+MODELS: dict[str, dict[str, Any]] = {
+    "mlp": {"batch": 4},
+    "gpt2": {"layers": 1, "sequence": 8, "batch": 4},
+    "llama": {"layers": 1, "sequence": 8, "batch": 4},
+}
+NEAR = 12  # plans near to each
+
+
+def load_file(name: str, path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+HERE = Path(__file__).parent
+limits = load_file("limits", HERE / "limits.py")
+rivals = load_file("exact_rivals", HERE / "exact" / "rivals.py")
+
+
+def spec_of(name: str) -> ModelSpec:
+    return ModelSpec(f"autopar.models.{name}:make", MODELS[name])
+
+
+@cache
+def subject_of(name: str) -> Subject:
+    return Subject.of(spec_of(name), None, check=False)
+
+
+def planned(name: str, cluster: Cluster, **pins: Any) -> Plan:
+    return plan_training(subject_of(name).captured, Pins.parse(pins), cluster, {}).plan
+
+
+@cache
+def short(name: str, ranks: int) -> dict[str, tuple[Cluster, Plan]]:
+    """Clusters with little memory and their plans."""
+    cluster = Cluster.local(ranks=ranks)
+    loose = planned(name, cluster)
+    found = limits.limits(subject_of(name).captured, cluster, loose)
+    return {memory: (less, planned(name, less)) for memory, less in found.items()}
+
+
+@pytest.fixture(scope="module", params=[2, 4], ids=["2 ranks", "4 ranks"])
+def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankPool]]:
+    with RankPool(request.param, timeout=240) as ranks:
+        yield request.param, ranks
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_short_of_memory_plans_divide_and_equal_one_process(pool: tuple[int, RankPool], name: str) -> None:
+    size, ranks = pool
+    plans = [plan for _, plan in short(name, size).values()]
+    results = verify_many(spec_of(name), size, plans, pool=ranks)
+    for plan, result in zip(plans, results, strict=True):
+        assert isinstance(result, VerifyResult) and result.ok, result
+        assert plan.fits and plan.proof.gap is not None
+        taken_off = [part for s in result.divided.values() for part in (s.flops, s.param_bytes, s.saved_bytes)]
+        assert max(part or 0.0 for part in taken_off) > 0.3, result.divided
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_plan_near_by_is_faster(name: str) -> None:
+    for cluster, plan in short(name, 2).values():
+        assert plan.predicted.step_time_s is not None and plan.proof.gap is not None
+        bound = plan.predicted.step_time_s * (1 - plan.proof.gap)
+        near = [rivals.near(subject_of(name), plan, cluster, seed) for seed in range(NEAR)]
+        fitting = [r for r in near if r is not None and r.nbytes <= cluster.limit]
+        assert not [r for r in fitting if r.seconds * (1 + 1e-9) < bound]
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama"])
+def test_a_byte_less_and_nothing_fits_but_more_nodes(name: str) -> None:
+    just, plan = short(name, 2)["just"]
+    less = limits.with_memory(just, limits.peak(plan) - 1)
+    with pytest.raises(NothingFits, match=r"no plan fits: .* needs .* GiB of .* a rank, .* Nearest: nodes=") as error:
+        planned(name, less)
+    closest = error.value.plan
+    assert closest is not None and closest.fits is False and limits.peak(closest) > less.limit
+    nearest = closest.alternatives[0]
+    assert nearest.kind == "nearest" and nearest.fits and nearest.change.startswith("nodes=")
+    more = replace(less, nodes=int(nearest.change.removeprefix("nodes=")))
+    assert planned(name, more, **{key: int(pin) for key, pin in nearest.pins.items()}).fits
+
+
+def test_a_pinned_stage_that_does_not_fit_names_one_that_does() -> None:
+    cluster, captured = Cluster.local(ranks=2), subject_of("mlp").captured
+    pins = {"zero": 0, "microbatches": 1}
+    loose = planned("mlp", cluster, **pins)
+    least = limits.leanest(captured, cluster, loose, Pins.parse(pins))
+    less = limits.with_memory(cluster, limits.peak(least) - 1)
+    with pytest.raises(NothingFits) as error:
+        planned("mlp", less, **pins)
+    assert error.value.plan is not None
+    nearest = error.value.plan.alternatives[0]
+    assert nearest.change.split("=")[0] in ("zero", "microbatches") and nearest.fits
+    opened = {key: value for key, value in pins.items() if key != nearest.change.split("=")[0]}
+    assert planned("mlp", less, **opened | {key: int(pin) for key, pin in nearest.pins.items()}).fits

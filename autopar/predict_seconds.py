@@ -129,12 +129,19 @@ def moved_in(graph: fx.GraphModule, plan: Plan, mesh: Mesh, times: int, *, train
 def moved_on_entry(local: Local, mesh: Mesh, times: int, *, train: bool) -> Moved:
     """Rest -> entry of all parameters, once a step, and their gradients' way back: bytes by parameter, latencies by
     bucket."""
-    hidden = 0.0
+    latency, moving = entry_seconds(local, mesh, times, train=train)
+    return Moved(0.0, latency + moving)
+
+
+def entry_seconds(local: Local, mesh: Mesh, times: int, *, train: bool) -> tuple[float, float]:
+    """The seconds of `moved_on_entry`: latencies, and what bytes take."""
+    latency = moving = 0.0
     for bucket in buckets(local):
         again = (times if bucket.reduce == "microbatch" else 1) * train
         ways = [_on_entry(local.parameters[i], local, mesh, again) for i in bucket.members]
-        hidden += sum(moving for _, moving in ways) + max(latency for latency, _ in ways)
-    return Moved(0.0, hidden)
+        latency += max(fixed for fixed, _ in ways)
+        moving += sum(bytes_s for _, bytes_s in ways)
+    return latency, moving
 
 
 def _on_entry(use: ParameterUse, local: Local, mesh: Mesh, again: int) -> tuple[float, float]:
@@ -172,4 +179,4 @@ def model_flops(graph: fx.GraphModule, *, train: bool) -> Counter[str]:
     return found
 
 
-__all__ = ["Moved", "Priced", "Work", "model_flops", "moved_in", "moved_on_entry", "work_of"]
+__all__ = ["Moved", "Priced", "Work", "entry_seconds", "model_flops", "moved_in", "moved_on_entry", "work_of"]

@@ -16,6 +16,7 @@ from autopar.passes.changes import path, price
 from autopar.passes.complete_layouts import needs_change, rest_as_entry, resting
 from autopar.passes.facts import Value
 from autopar.passes.layout import Layout, Mesh, Split
+from autopar.passes.moves import share, terms
 
 STAGES = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch")}
 """ZeRO stage -> when a parameter in pieces is gathered, and when its gradient is reduced."""
@@ -24,7 +25,8 @@ STAGES = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch
 @dataclass(frozen=True)
 class ParameterState:
     """``entry``: as what the program takes it. Seconds: ``enter`` once a step from rest to entry, ``leave`` each time
-    that the gradient goes that way back; ``again`` of every change from entry to use and back, in each microbatch."""
+    that the gradient goes that way back, both without latencies, which parameters share (`runtime.buckets`);
+    ``again`` of every change from entry to use and back, in each microbatch."""
 
     rest: Layout
     use: Layout
@@ -74,15 +76,28 @@ def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh) -> ParameterState:
     moves = needs_change(rest, use)
     reduces = v.grad and (moves or any(use.kinds[a] == "R" and mesh.axes[a].size > 1 for a in mesh.space))
     gather, reduce = "step" if moves else "never", "step" if reduces else "never"
-    return ParameterState(rest, use, use, gather, reduce, *_way(v, rest, use, mesh))
+    return ParameterState(rest, use, use, gather, reduce, *_entering(v, rest, use, mesh))
 
 
 def _sharded(v: Value, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh) -> ParameterState:
     if gather == "step":
-        return ParameterState(rest, use, use, gather, reduce, *_way(v, rest, use, mesh))
+        return ParameterState(rest, use, use, gather, reduce, *_entering(v, rest, use, mesh))
     entry = rest_as_entry(rest, use, mesh)
     forward, backward = _way(v, entry, use, mesh)  # gathered in forward and again in backward
-    return ParameterState(rest, use, entry, gather, reduce, *_way(v, rest, entry, mesh), 2 * forward + backward)
+    return ParameterState(rest, use, entry, gather, reduce, *_entering(v, rest, entry, mesh), 2 * forward + backward)
+
+
+@lru_cache(maxsize=1 << 16)
+def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh) -> tuple[float, float]:
+    """As `_way`, of the bytes alone."""
+    steps = path(source, target, v, mesh)
+    assert steps is not None, f"no way from {source} to {target}"
+    sizes = [v.nbytes * share(s.source, s.axis, mesh) for s in steps]
+    forward, both = (
+        sum(size * terms(s.row, s.axis, grad, mesh)[1] for size, s in zip(sizes, steps, strict=True))
+        for grad in (False, v.grad)
+    )
+    return forward, both - forward
 
 
 @lru_cache(maxsize=1 << 16)

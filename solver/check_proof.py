@@ -19,7 +19,8 @@ import numpy as np
 
 from autopar.solver.file import Record, Saved, Weights, digest, load
 from autopar.solver.problem import Array, Assignment, Problem, Unit
-from autopar.solver.recompute import TooWide, integer_bound, least, transients
+from autopar.solver.recompute import TooWide, least, transients
+from autopar.solver.recompute_integer import integer_bound
 from autopar.solver.search import Candidate
 
 ROUNDING = 1e-9
@@ -151,8 +152,8 @@ class _Check:
         if key not in self.known:
             self.known[key] = dual_bound(home.problem, record.multipliers)
         shown = max(shown, self.known[key])
-        if record.bound > shown * (1 + ROUNDING) and record.integer and record.source is None:
-            shown = max(shown, integer_bound(home.problem))
+        if -inf < shown * (1 + ROUNDING) < record.bound and record.integer and record.source is None:
+            shown = max(shown, integer_bound(home.problem, record.multipliers, record.bound))
         return shown
 
     def _cannot_fit(self, record: Record) -> Iterator[str]:

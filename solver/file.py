@@ -89,6 +89,7 @@ def of_search(found: Found[Problem], memory_limit: float) -> Saved:
     for o in found.outcomes:
         rests = bool(o.multipliers) and o.source is None
         posed = o.candidate in needed or rests or o.seconds < inf or (o.status == "memory" and o.answer is not None)
+        integer = o.answer is not None and bool(o.answer.multipliers_bound < o.bound < inf) and rests
         records.append(
             Record(
                 candidate=o.candidate,
@@ -99,7 +100,7 @@ def of_search(found: Found[Problem], memory_limit: float) -> Saved:
                 quick=o.quick,
                 multipliers=tuple(_weights(m) for m in o.multipliers or ()),
                 source=o.source,
-                integer=o.answer is not None and bool(o.answer.multipliers_bound < o.answer.bound < inf),
+                integer=integer,
                 problem=o.problem if posed else None,
                 assignment=o.answer.assignment if o.seconds < inf else None,
             )

@@ -53,12 +53,14 @@ ROUNDING = 1e-6
 @dataclass(frozen=True)
 class IlpAnswer:
     """``bound``: seconds, already less the solver's rounding. No ``assignment``: nothing found that fits; ``proven``:
-    the search ended (with an assignment: it is the optimum within the rounding; without: nothing fits)."""
+    the search ended (with an assignment: it is the optimum within the rounding; without: nothing fits). ``timed_out``:
+    the clock ended it, so that another run may find another answer."""
 
     objective: float
     bound: float
     assignment: Assignment | None
     proven: bool
+    timed_out: bool = False
 
 
 @dataclass
@@ -120,13 +122,14 @@ def solve_ilp(
     a look, then, last, those of the shared variables (None: all); the bound then holds for these only.
     ``cutoff``: seconds; slower assignments are not looked for."""
     scale = _scale(problem)
-    proven, bound = False, -inf
+    proven, bound, timed_out = False, -inf, False
     for limit in (problem.memory_limit, problem.memory_limit * (1 - ROUNDING)):
         columns = _columns(problem, allowed)
         for row in ROWS:
             row(columns, scale, limit)
         columns.model.high[columns.time] = cutoff / scale
         solution = minimise(columns.model, gap=gap, nodes=nodes)
+        timed_out |= solution.timed_out
         if limit == problem.memory_limit:
             proven = solution.status in ("optimal", "infeasible")
             bound = solution.bound * scale if solution.bound == inf else solution.bound * scale * (1 - ROUNDING)
@@ -136,8 +139,8 @@ def solve_ilp(
         total = totals(problem, assignment)
         if np.isfinite(total).all() and peak(total) <= problem.memory_limit:
             objective = float(seconds(total))
-            return IlpAnswer(objective, min(bound, objective), assignment, proven)
-    return IlpAnswer(inf, bound, None, proven and bound == inf)
+            return IlpAnswer(objective, min(bound, objective), assignment, proven, timed_out)
+    return IlpAnswer(inf, bound, None, proven and bound == inf, timed_out)
 
 
 def _scale(problem: Problem) -> float:

@@ -59,12 +59,14 @@ class Multipliers:
 
 @dataclass
 class Pool:
-    """Assignments seen, and the fastest of those that fit. ``cutoff``: a bound of so many seconds is enough."""
+    """Assignments seen, and the fastest of those that fit. ``cutoff``: a bound of so many seconds is enough.
+    ``timed_out``: a program of theirs was ended by the clock."""
 
     limit: float
     cutoff: float = inf
     seen: dict[tuple[float, ...], Outcome] = field(default_factory=dict)
     best: Outcome | None = None
+    timed_out: bool = False
 
     def add(self, outcome: Outcome) -> None:
         """Remembers a legal assignment (one of those with equal totals)."""

@@ -56,7 +56,7 @@ def mix(evaluation: Evaluation, pool: Pool, multipliers: Multipliers, gap: float
         pool.add(point.outcome())
     patterns = gather(evaluation, list(pool.seen.values()), points, multipliers)
     for limit in (pool.limit, pool.limit * (1 - 1e-6)):
-        outcome = _solve(evaluation, patterns, limit, gap)
+        outcome = _solve(evaluation, pool, patterns, limit, gap)
         if outcome is None:
             return None
         pool.add(outcome)
@@ -124,7 +124,9 @@ def _near(m: Multipliers) -> list[Multipliers]:
     return [Multipliers(alpha, price, m.low, m.high) for alpha, price in points]
 
 
-def _solve(evaluation: Evaluation, patterns: list[list[Pattern]], limit: float, gap: float) -> Outcome | None:
+def _solve(
+    evaluation: Evaluation, pool: Pool, patterns: list[list[Pattern]], limit: float, gap: float
+) -> Outcome | None:
     columns = _columns(evaluation, patterns)
     if not all(columns.chosen) and evaluation.problem.units:
         return None
@@ -133,6 +135,7 @@ def _solve(evaluation: Evaluation, patterns: list[list[Pattern]], limit: float, 
     for row in ROWS:
         row(columns, evaluation, scale, limit)
     solution = minimise(columns.model, gap=gap)
+    pool.timed_out |= solution.timed_out
     if not len(solution.values):
         return None
     values = solution.values

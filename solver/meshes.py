@@ -19,8 +19,11 @@ axes matters only where it puts them on other wires.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from math import isqrt
 
 Mesh = tuple[tuple[int, int], ...]
+MOST_MICROBATCHES = 4096
+"""More are not tried: a step would be mostly latency."""
 
 
 def meshes(
@@ -47,10 +50,11 @@ def meshes(
     return tuple(kept.values())
 
 
-def microbatch_counts(batch: int) -> tuple[int, ...]:
-    """How many equal microbatches a global batch of ``batch`` rows can be cut into: its divisors, ascending."""
+def microbatch_counts(batch: int, most: int = MOST_MICROBATCHES) -> tuple[int, ...]:
+    """How many equal microbatches a global batch of ``batch`` rows can be cut into: its divisors up to ``most``,
+    ascending."""
     assert batch >= 1
-    return tuple(m for m in range(1, batch + 1) if batch % m == 0)
+    return tuple(m for m in range(1, min(batch, most) + 1) if batch % m == 0)
 
 
 def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
@@ -59,9 +63,13 @@ def _factorisations(number: int, count: int) -> Iterator[tuple[int, ...]]:
         if number == 1:
             yield ()
         return
-    for first in range(2, number + 1):
-        if number % first == 0:
-            yield from ((first, *rest) for rest in _factorisations(number // first, count - 1))
+    for first in _divisors(number)[1:]:
+        yield from ((first, *rest) for rest in _factorisations(number // first, count - 1))
+
+
+def _divisors(number: int) -> list[int]:
+    small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def _with_strides(sizes: tuple[int, ...]) -> Mesh:

@@ -20,8 +20,7 @@ from math import inf, prod
 
 import numpy as np
 
-from autopar.solver.backend import Model, minimise
-from autopar.solver.problem import TRANSIENT, Array, Factor, Index, Problem, Variable
+from autopar.solver.problem import TRANSIENT, Array, Index, Problem, Variable
 
 WIDEST = 30_000_000
 """Entries of the largest table that is tried (8 bytes each)."""
@@ -44,14 +43,8 @@ def least(problem: Problem, weights: Array, high: float = inf) -> float:
     """The least of ``weights @ resources`` over all legal assignments without a transient above ``high`` bytes.
 
     Raises TooWide."""
-    left = [_class_left(problem, number, weights, high) for number in range(len(problem.classes))]
-    tables = [_own(i, v, weights, high) for i, v in enumerate(problem.shared)]
-    for unit in problem.units:
-        own = len(problem.classes[unit.kind].variables)
-        for table in left[unit.kind]:
-            tables.append(_Table(tuple(unit.borders[v - own] for v in table.over), table.maps, table.values))
-    tables = [_once(t) for t in tables]
-    return float(sum(float(t.values) for t in _eliminate(tables, set(range(len(problem.shared))))))
+    left = [_eliminate(_of_class(problem, n, weights, high), _own_variables(problem, n)) for n in _kinds(problem)]
+    return float(sum(float(t.values) for t in _eliminate(_of_all(problem, left, weights, high), _shared(problem))))
 
 
 def transients(problem: Problem) -> tuple[float, Array]:
@@ -75,12 +68,34 @@ def _all_tables(problem: Problem) -> list[Array]:
     return found
 
 
-def _class_left(problem: Problem, number: int, weights: Array, high: float) -> list[_Table]:
-    """The tables over the borders that remain of a class."""
+def _kinds(problem: Problem) -> range:
+    return range(len(problem.classes))
+
+
+def _shared(problem: Problem) -> set[int]:
+    return set(range(len(problem.shared)))
+
+
+def _own_variables(problem: Problem, number: int) -> set[int]:
+    return set(range(len(problem.classes[number].variables)))
+
+
+def _of_class(problem: Problem, number: int, weights: Array, high: float) -> list[_Table]:
+    """The tables of a class, over its variables and then its borders."""
     kind = problem.classes[number]
     tables = [_own(i, v, weights, high) for i, v in enumerate(kind.variables)]
     tables += [_Table((f.first, f.second), (f.rows, f.cols), _price(f.table, weights, high)) for f in kind.factors]
-    return _eliminate([_once(t) for t in tables], set(range(len(kind.variables))))
+    return [_once(t) for t in tables]
+
+
+def _of_all(problem: Problem, left: list[list[_Table]], weights: Array, high: float) -> list[_Table]:
+    """The tables over the shared variables: their own, then what each unit's class has left over its borders."""
+    tables = [_own(i, v, weights, high) for i, v in enumerate(problem.shared)]
+    for unit in problem.units:
+        own = len(problem.classes[unit.kind].variables)
+        for table in left[unit.kind]:
+            tables.append(_Table(tuple(unit.borders[v - own] for v in table.over), table.maps, table.values))
+    return [_once(t) for t in tables]
 
 
 def _own(number: int, variable: Variable, weights: Array, high: float) -> _Table:
@@ -101,8 +116,11 @@ def _once(table: _Table) -> _Table:
     return _Table((first,), (np.arange(len(table.maps[0])),), table.values[table.maps[0], table.maps[1]])
 
 
-def _eliminate(tables: list[_Table], gone: set[int]) -> list[_Table]:
-    """Takes the minimum over the variables in ``gone``, the one of the smallest product first."""
+def _eliminate(
+    tables: list[_Table], gone: set[int], steps: list[tuple[int, list[_Table], _Table]] | None = None
+) -> list[_Table]:
+    """Takes the minimum over the variables in ``gone``, the one of the smallest product first. ``steps`` gets each
+    variable, the tables that it touched and the one that took their place."""
     gone = set(gone)
     sizes: dict[int, int] = {}
     while gone:
@@ -111,6 +129,8 @@ def _eliminate(tables: list[_Table], gone: set[int]) -> list[_Table]:
         v = min(gone, key=lambda w: (sizes[w], w))
         touching = [t for t in tables if v in t.over]
         new = _minimum(v, touching)
+        if steps is not None:
+            steps.append((v, touching, new))
         for w in new.over:
             sizes.pop(w, None)
         tables = [t for t in tables if v not in t.over]
@@ -167,56 +187,3 @@ def _spread(table: _Table, v: int, states: Index, others: list[int], sorts: dict
     order = [w for w in (v, *others) if w in table.over]
     values = values.transpose([table.over.index(w) for w in order])
     return values.reshape([len(states), *(len(sorts[w][0]) if w in table.over else 1 for w in others)])
-
-
-def integer_bound(problem: Problem) -> float:
-    """A lower bound of the seconds by branching: the optimum, less the solver's rounding, where it ends.
-
-    One column for each state and each legal pair of rows; a factor's pairs sum to its variables' states."""
-    model, scale = Model(), _scale(problem)
-    states = [_columns(model, v) for v in problem.shared]
-    groups = [[(x, v.costs[i]) for i, x in own.items()] for v, own in zip(problem.shared, states)]
-    for unit in problem.units:
-        kind = problem.classes[unit.kind]
-        own = [_columns(model, v) for v in kind.variables]
-        groups += [[(x, v.costs[i]) for i, x in s.items()] for v, s in zip(kind.variables, own)]
-        every = [*own, *(states[b] for b in unit.borders)]
-        groups += [_pairs(model, f, every[f.first], every[f.second]) for f in kind.factors]
-    costs = [c for group in groups for c in group]
-    largest, time = model.add(), model.add(cost=1.0)
-    for stream in (0, 2):
-        model.row([(time, -1.0), *((x, float(c[1] + c[stream]) / scale) for x, c in costs)], high=0.0)
-    limit = problem.memory_limit
-    for group in groups:
-        model.row([(largest, -1.0), *((x, float(c[TRANSIENT]) / limit) for x, c in group)], high=0.0)
-    model.row([(largest, 1.0), *((x, float(c[3] + c[4]) / limit) for x, c in costs)], high=1.0)
-    solution = minimise(model)
-    return inf if solution.status == "infeasible" else solution.bound * scale * (1 - 1e-6)
-
-
-def _columns(model: Model, variable: Variable) -> dict[int, int]:
-    """A column for each legal state, of which one is taken."""
-    legal = np.isfinite(variable.costs).all(1).tolist()
-    own = {i: model.add(high=1.0, integer=True) for i in range(len(legal)) if legal[i]}
-    model.row([(x, 1.0) for x in own.values()], low=1.0, high=1.0)
-    return own
-
-
-def _pairs(model: Model, f: Factor, first: dict[int, int], second: dict[int, int]) -> list[tuple[int, Array]]:
-    """A column for each legal pair of a row and a column that states read."""
-    rows, cols = ({int(m[i]) for i in s} for m, s in ((f.rows, first), (f.cols, second)))
-    legal = np.asarray(np.isfinite(f.table).all(-1))
-    pairs = {(r, c): model.add(high=1.0) for r in sorted(rows) for c in sorted(cols) if legal[r, c]}
-    for side, reads, states, seen in ((0, f.rows, first, rows), (1, f.cols, second, cols)):
-        for key in sorted(seen):
-            terms = [(x, 1.0) for pair, x in pairs.items() if pair[side] == key]
-            terms += [(x, -1.0) for i, x in states.items() if int(reads[i]) == key]
-            model.row(terms, low=0.0, high=0.0)
-    return [(x, f.table[pair]) for pair, x in pairs.items()]
-
-
-def _scale(problem: Problem) -> float:
-    """Seconds of the order of a step, so that coefficients are near 1."""
-    own = [v.costs for u in problem.units for v in problem.classes[u.kind].variables]
-    finite = [c[np.isfinite(c).all(1)] for c in (*own, *(v.costs for v in problem.shared))]
-    return sum(float((c[:, 0] + c[:, 1]).max(initial=0.0)) for c in finite) or 1.0

@@ -325,6 +325,7 @@ class _Search(Generic[P]):
             least = min(tried, key=lambda o: (o.answer.least_bytes, _tie(o.candidate)), default=None)
         else:
             gap = max(0.0, 1 - bound / self.best.seconds)
+        deterministic &= all(getattr(o.answer, "deterministic", True) for o in outcomes)
         return Found(self.best, outcomes, bound, gap, least, self.work, deterministic)
 
     def _over(self, nbytes: float) -> str:

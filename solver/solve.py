@@ -50,7 +50,8 @@ class Answer:
     was found that fits, which is proven where ``least_bound`` is above the limit (``bound`` is then infinite).
     ``least_bytes``: the peak of ``least_assignment``, the leanest found; no assignment's peak is below ``least_bound``.
     Both are only found where nothing fits. ``multipliers`` give ``multipliers_bound`` again (`lagrangian.lower_bound`);
-    ``bound`` is larger where ``ilp`` closed what they left. ``exact``: elimination had to split no table."""
+    ``bound`` is larger where ``ilp`` closed what they left. ``exact``: elimination had to split no table.
+    ``deterministic``: nothing was ended by the clock."""
 
     status: Literal["solved", "cutoff", "infeasible"]
     objective: float
@@ -62,6 +63,7 @@ class Answer:
     least_bound: float = 0.0
     least_assignment: Assignment | None = None
     exact: bool = True
+    deterministic: bool = True
     stats: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -94,7 +96,7 @@ def solve(
     if bound < inf and not pool.enough(bound, target_gap) and ilp_columns:
         bound = _polish(evaluation, pool, ranges, target_gap, ilp_columns, stats)
     answer = _answer(problem, evaluation, pool, ranges, bound)
-    return replace(answer, stats={**stats, "evaluations": evaluation.evaluations})
+    return replace(answer, deterministic=not pool.timed_out, stats={**stats, "evaluations": evaluation.evaluations})
 
 
 def _mix(evaluation: Evaluation, pool: Pool, ranges: Sequence[Range], target_gap: float) -> None:
@@ -128,6 +130,7 @@ def _polish(
         answer = solve_ilp(
             problem, gap=0.5 * target_gap, nodes=max(1, ILP_WORK // max(columns, 1)), allowed=allowed, cutoff=threshold
         )
+        pool.timed_out |= answer.timed_out
         if answer.assignment is not None:
             pool.add(evaluation.priced(answer.assignment))
         bound = max(bound, min(answer.bound, threshold * (1 - ROUNDING)))

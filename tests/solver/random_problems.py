@@ -103,6 +103,12 @@ class Counted:
         self.times = total[:, EXPOSED] + np.maximum(total[:, COMPUTE], total[:, HIDDEN])
         self.peaks = total[:, STATIC] + total[:, SAVED] + total[:, TRANSIENT]
 
+    def picked(self, place: int, variable: int) -> np.ndarray:
+        """The state of a variable of unit ``place`` (after the last: of the shared ones) in every assignment."""
+        before = sum(len(self.problem.classes[u.kind].variables) for u in self.problem.units[:place])
+        shared = len(self.problem.shared)
+        return self.states[variable if place == len(self.problem.units) else shared + before + variable]
+
     @property
     def least_bytes(self) -> float:
         return float(self.peaks.min(initial=np.inf))

@@ -12,7 +12,8 @@ from autopar.solver.check_proof import bytes_bound, check, dual_bound
 from autopar.solver.file import Saved, load, save
 from autopar.solver.problem import Class, Variable
 from autopar.solver.proof import proof_of
-from autopar.solver.recompute import integer_bound, least, transients
+from autopar.solver.recompute import least, transients
+from autopar.solver.recompute_integer import integer_bound, state_leasts
 from autopar.solver.search import Candidate
 
 SEEDS = range(25)
@@ -40,6 +41,22 @@ def test_the_least_is_that_of_counting(seed):
         weights = np.append(rng.uniform(0, 2, 5), 0.0)
         allowed = counted.total[counted.total[:, 5] <= high]
         assert least(problem, weights, high) == pytest.approx((allowed @ weights).min(initial=np.inf), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_least_with_a_state_is_that_of_counting(seed):
+    problem = random_problem(seed)
+    counted = Counted(problem)
+    rng = np.random.default_rng(seed)
+    for high in (np.inf, float(rng.choice(transients(problem)[1]))):
+        weights = np.append(rng.uniform(0, 2, 5), 0.0)
+        found = state_leasts(problem, weights, high)
+        values = np.where(counted.total[:, 5] <= high, counted.total @ weights, np.inf)
+        for place, states in enumerate(found):
+            for v, least_with in enumerate(states):
+                picked = counted.picked(place, v)
+                for s, value in enumerate(least_with):
+                    assert value == pytest.approx(values[picked == s].min(initial=np.inf), rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -107,15 +107,6 @@ def _row(key: tuple[str, str, str], count: int, nbytes: int, mesh: Mesh | None) 
     return Collective(kind, axis, count, nbytes, phase, count * latency + nbytes * per_byte, phase in HIDDEN)
 
 
-def seconds_inside(local: Local, axis_of: Mapping[str, str], mesh: Mesh) -> float:
-    """Seconds a step of the collectives inside ops, which no change of layout accounts for."""
-    total, rows = 0.0, microbatches(local)
-    for r, graph in local.body.items():
-        found = (s for s in sends(graph, {}) if s.inside)
-        total += rows[r] * sum(mesh.wire(mesh.index(axis_of[s.group])).seconds(s.kind, s.nbytes) for s in found)
-    return total
-
-
 def microbatches(local: Local) -> Counter[int]:
     """How many microbatches run each body, by rows as `Local.body` has them."""
     time = local.mesh.time

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.count_collectives import sends
 from autopar.passes.calls import call_key
+from autopar.passes.completion import is_op
 from autopar.passes.emit import Emitter
 from autopar.passes.facts import KEY, Choice, Strategy, fact, operand_nodes, value
 from autopar.passes.layout import Mesh
@@ -24,15 +25,27 @@ from autopar.run_on_fakes import Run
 
 @dataclass(frozen=True)
 class Inside:
-    """``sent``: (axis, kind, bytes) of each collective, forward and backward; ``kept``: bytes that autograd keeps
+    """``sent``: (axis, kind, bytes, whether in backward) of each collective; ``kept``: bytes that autograd keeps
     besides operands and results."""
 
-    sent: tuple[tuple[int, str, int], ...]
+    sent: tuple[tuple[int, str, int, bool], ...]
     kept: int
 
-    def seconds(self, mesh: Mesh) -> float:
-        """Of the collectives, by the wires of the axes."""
-        return sum(mesh.wire(axis).seconds(kind, nbytes) for axis, kind, nbytes in self.sent)
+    def seconds(self, mesh: Mesh, *, train: bool = True) -> float:
+        """Of the collectives, by the wires of the axes; ``train=False``: of the forward alone."""
+        return sum(
+            mesh.wire(axis).seconds(kind, nbytes) for axis, kind, nbytes, backward in self.sent if train or not backward
+        )
+
+
+def seconds_inside(graph: fx.GraphModule, mesh: Mesh, *, train: bool = True) -> float:
+    """Of the collectives inside all ops of a completed graph, in one microbatch."""
+    plain, total = mesh.without_wires(), 0.0
+    for node in graph.graph.nodes:
+        plan = fact(node).strategy if is_op(node) else None
+        within = None if plan is None else inside(node, plan, plain)
+        total += 0.0 if within is None else within.seconds(mesh, train=train)
+    return total
 
 
 _KNOWN: dict[tuple[int, tuple[Choice, ...], Mesh], Inside] = {}
@@ -57,7 +70,7 @@ def _look(op: fx.Node, strategy: Strategy, mesh: Mesh) -> Inside:
         op.meta[KEY] = before
     found = [s for s in sends(graph, wants) if s.kind]
     axis = {a.name: i for i, a in enumerate(mesh.axes)}
-    return Inside(tuple((axis[s.group], s.kind, s.nbytes) for s in found), _kept(op, graph, wants))
+    return Inside(tuple((axis[s.group], s.kind, s.nbytes, s.backward) for s in found), _kept(op, graph, wants))
 
 
 def _lowered(op: fx.Node, strategy: Strategy, mesh: Mesh) -> tuple[fx.GraphModule, dict[str, bool]]:

@@ -15,7 +15,8 @@ import torch
 from autopar.build import Prepared, apply, plan_mesh
 from autopar.capture import Capture
 from autopar.cluster import Chip, Cluster
-from autopar.count_collectives import count_collectives, microbatches, seconds_inside
+from autopar.count_collectives import count_collectives, microbatches
+from autopar.inside import seconds_inside
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.plan import Plan
@@ -92,7 +93,7 @@ def _seconds(plan: Plan, model: Lowerable, local: Local, mesh: Mesh, chip: Chip,
         moved += moved_in(model.prologue, plan, mesh, 1, train=False)
     return {
         "compute_s": compute,
-        "exposed_s": moved.exposed + seconds_inside(local, {a.name: a.name for a in mesh.axes}, mesh),
+        "exposed_s": moved.exposed + times * seconds_inside(model.body, mesh, train=train),
         "hidden_s": moved.hidden,
         "transient_bytes": work.transient,
     }

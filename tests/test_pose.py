@@ -13,9 +13,9 @@ from autopar.bounds import floor_of
 from autopar.build import apply, plan_mesh, prepare
 from autopar.capture import capture
 from autopar.cluster import Cluster
-from autopar.inside import inside
+from autopar.inside import seconds_inside
 from autopar.passes.changes import price
-from autopar.passes.facts import fact, value
+from autopar.passes.facts import value
 from autopar.passes.follow_time import TimeChoices
 from autopar.passes.insert_changes import change, insert_changes
 from autopar.passes.lower import lower, with_changes
@@ -64,13 +64,7 @@ def emitted(body: Body, found: Posed, assignment: Assignment, times: TimeChoices
     gm = completed(body, found, assignment, times)
     core = {n.name for n in body.core}
     weights = {n.name for n in weights_of(gm, frozenset(body.prepared.captured.parameters))}
-    inner = sum(
-        within.seconds(found.mesh)
-        for n in gm.graph.nodes
-        if n.name in core
-        and (plan := fact(n).strategy) is not None
-        and (within := inside(n, plan, found.mesh.without_wires())) is not None
-    )
+    inner = seconds_inside(gm, found.mesh)
     gm = insert_changes(gm, found.mesh)
     moved = 0.0
     for node in gm.graph.nodes:

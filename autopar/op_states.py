@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,11 +51,20 @@ class Menu:
         self._alone: dict[tuple[int, int, Parts], list[Choice]] = {}
 
     def strategies(
-        self, op: fx.Node, mesh: Mesh, time: Choice | None, proposals: Sequence[tuple[str, tuple[int, ...]]]
+        self,
+        op: fx.Node,
+        mesh: Mesh,
+        time: Choice | None,
+        proposals: Sequence[tuple[str, tuple[int, ...]]],
+        fixed: Mapping[int, Choice] | None = None,
     ) -> list[Strategy]:
-        """All legal combinations of a choice on each axis of ranks; ``time``: the choice on the time axis."""
+        """All legal combinations of a choice on each axis of ranks; ``time``: the choice on the time axis; ``fixed``:
+        the only choice on some others."""
+        fixed = fixed or {}
         order = tuple(range(len(mesh.axes)))
-        per_axis = [self._choices(op, mesh.axes[a].size, tuple(proposals)) for a in mesh.space]
+        per_axis = [
+            [fixed[a]] if a in fixed else self._choices(op, mesh.axes[a].size, tuple(proposals)) for a in mesh.space
+        ]
         last = [] if time is None else [time]
         found = (strategy(op, mesh, [*chosen, *last], order) for chosen in itertools.product(*per_axis))
         return [s for s in found if s is not None]

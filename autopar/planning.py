@@ -6,14 +6,15 @@ Every plan that is made is predicted (`predict`), and one that does not fit the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from autopar.build import Prepared, choose, choose_again, prepare
+from autopar.build import Prepared, choose, prepare
 from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.passes.layout import Layout
-from autopar.pins import Pins, divisors, resolve
+from autopar.pins import Pins, resolve
 from autopar.plan import Alternative, Plan
 from autopar.predict import predict
 from autopar.rests import resting
@@ -57,14 +58,37 @@ def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mappin
         return _pinned(captured, pins, cluster, rests)
     if solves(pins):
         return _solved(captured, pins, cluster)
-    first = _pinned(captured, pins, cluster, {})
-    return first if first.plan.fits is not False else _that_fits(captured, pins, cluster, first)
+    return _solved_with_axes(captured, pins, cluster)
 
 
 def _solved(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
     from autopar.solve import solved
 
     found = solved(captured, cluster, pins)
+    return Planned(found.plan, found.prepared, found.saved())
+
+
+def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
+    """On pinned axes: ZeRO stage 0 and one microbatch where open and where that fits, else the fastest that fits."""
+    resolve(pins, cluster.ranks, captured.batch)
+    prepared = prepare(captured, 1)
+    plain = replace(pins, zero=pins.zero or 0, microbatches=pins.microbatches or 1)
+    try:
+        made = _attempt(captured, plain, cluster, prepared)
+    except NothingFits as error:
+        if plain == pins:
+            raise _refusal(captured, pins, cluster, prepared, error) from None
+        try:
+            made = _attempt(captured, pins, cluster, prepared)
+        except NothingFits as still:
+            raise _refusal(captured, pins, cluster, prepared, still) from None
+    return replace(made, plan=replace(made.plan, pins=pins.given()))
+
+
+def _attempt(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared) -> Planned:
+    from autopar.solve import solved
+
+    found = solved(captured, cluster, pins, prepared=prepared, nearest=False)
     return Planned(found.plan, found.prepared, found.saved())
 
 
@@ -75,74 +99,24 @@ def _pinned(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str,
     return Planned(predict(resting(plan, rests) if rests else plan, prepared, cluster), prepared)
 
 
-def _that_fits(captured: Capture, pins: Pins, cluster: Cluster, first: Planned) -> Planned:
-    """The fastest plan that fits, of those with another ZeRO stage or more microbatches where these are open."""
-    stages = _Stages(captured, pins, cluster, first)
-    fitting, least = stages.that_fit(pins)
-    if fitting:
-        return min(fitting, key=lambda made: made.plan.predicted.step_time_s or 0.0)
+def _refusal(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared, refused: NothingFits) -> NothingFits:
+    """The error where nothing fits, with what would if neither ZeRO stage nor microbatches were pinned."""
+    if refused.plan is None:
+        return refused
     nearest: list[Alternative] = []
     if {"zero", "microbatches"} & pins.named():
-        fitting, _ = stages.that_fit(replace(pins, zero=None, microbatches=None))
-        nearest = sorted((_alternative(made.plan) for made in fitting), key=lambda a: a.step_time_s or 0.0)
-    raise NothingFits(_message(least.plan, nearest), replace(least.plan, alternatives=tuple(nearest)))
+        resolved = resolve(pins, cluster.ranks, captured.batch)
+        for zero in range(4) if resolved.dp > 1 else (0,):
+            with suppress(AutoparError):
+                made = _attempt(captured, replace(pins, zero=zero, microbatches=None), cluster, prepared)
+                nearest.append(_alternative(made.plan, zero))
+    nearest.sort(key=lambda a: a.step_time_s or 0.0)
+    plan = replace(refused.plan, pins=pins.given(), alternatives=tuple(nearest))
+    return NothingFits(_message(plan, nearest), plan)
 
 
-class _Stages:
-    """Plans on pinned axes that differ in the ZeRO stage and the number of microbatches; each is made once."""
-
-    def __init__(self, captured: Capture, pins: Pins, cluster: Cluster, first: Planned) -> None:
-        self.captured, self.pins, self.cluster = captured, pins, cluster
-        key = (first.plan.zero, first.plan.microbatches)
-        self.made: dict[tuple[int, int], Planned | None] = {key: first}
-        self.like: dict[bool, Planned] = {first.plan.microbatches > 1: first}
-
-    def that_fit(self, pins: Pins) -> tuple[list[Planned], Planned]:
-        """For each ZeRO stage that ``pins`` leave open the plan of fewest microbatches that fits; and of all that were
-        made the one of least memory. More microbatches need less memory and, with more collectives, no less time."""
-        resolved = resolve(pins, self.cluster.ranks, self.captured.batch)
-        counts = [pins.microbatches] if pins.microbatches else divisors(self.captured.batch // resolved.dp)
-        fitting: list[Planned] = []
-        for zero in range(4) if pins.zero is None and resolved.dp > 1 else [resolved.zero]:
-            low, high = 0, len(counts)
-            best: Planned | None = None
-            while low < high:
-                at = (low + high) // 2
-                made = self._make(zero, counts[at])
-                if made is None or made.plan.fits:  # None: so many the model cannot have, only fewer
-                    best, high = made or best, at
-                else:
-                    low = at + 1
-            fitting += [best] if best is not None else []
-        tried = (made for made in self.made.values() if made is not None)
-        return fitting, min(tried, key=lambda made: made.plan.predicted.peak_mem_gib or 0.0)
-
-    def _make(self, zero: int, count: int) -> Planned | None:
-        if (zero, count) not in self.made:
-            try:
-                self.made[zero, count] = self._attempt(zero, count)
-            except AutoparError:
-                self.made[zero, count] = None
-        return self.made[zero, count]
-
-    def _attempt(self, zero: int, count: int) -> Planned:
-        pins = replace(self.pins, zero=zero, microbatches=count)
-        resolved = resolve(pins, self.cluster.ranks, self.captured.batch)
-        like = self.like.get(count > 1)
-        if like is None:
-            prepared = prepare(self.captured, count)
-            plan = choose(prepared, resolved, self.cluster)
-        else:
-            prepared = like.prepared
-            plan = choose_again(like.plan, prepared, resolved, self.cluster)
-        plan = replace(plan, pins=self.pins.given())
-        made = Planned(predict(plan, prepared, self.cluster), prepared)
-        self.like.setdefault(count > 1, made)
-        return made
-
-
-def _alternative(plan: Plan) -> Alternative:
-    pins = {"zero": str(plan.zero), "microbatches": str(plan.microbatches)}
+def _alternative(plan: Plan, zero: int) -> Alternative:
+    pins = {"zero": str(zero), "microbatches": str(plan.microbatches)}
     change = " ".join(f"{key}={value}" for key, value in pins.items())
     found = plan.predicted
     return Alternative("nearest", change, {**plan.pins, **pins}, found.step_time_s, found.peak_mem_gib, fits=True)

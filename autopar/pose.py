@@ -230,7 +230,7 @@ class _Pose:
     ) -> tuple[Variable, tuple[Layout, ...] | tuple[ParameterState, ...]]:
         name = str(t.node.target) if t.parameter else t.node.name
         if t.parameter:
-            uses = tuple(x for x in layouts if "P" not in x.kinds)
+            uses = tuple(dict.fromkeys(map(_made_of, layouts)))
             over = None if self.roles is None else tuple(self.roles.follow)
             states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over))
             return Variable(name, "parameter", tuple(map(str, states)), self._held(t.value, states)), states
@@ -401,6 +401,11 @@ class _Pose:
                     if a[i] == b[j] and source.dims == target.dims:
                         held[i, j] = 0.0
         return held
+
+
+def _made_of(want: Layout) -> Layout:
+    """How a parameter is used for a reader that wants it so: a partial sum is made of a whole one."""
+    return Layout(want.kinds.replace("P", "I"), want.dims)
 
 
 def _as_read(uses: Sequence[Layout], wants: Sequence[Layout]) -> npt.NDArray[np.bool_]:

@@ -8,19 +8,22 @@ from torch import fx
 
 from autopar.build import Prepared
 from autopar.cluster import Cluster
+from autopar.errors import AutoparError
 from autopar.passes.complete_layouts import treat
+from autopar.passes.divide_work import flops
 from autopar.passes.facts import KEY, fact, value
 from autopar.passes.follow_time import TimeChoices
 from autopar.passes.layout import Layout
 from autopar.passes.parameter_states import ParameterState
+from autopar.passes.roles import DIVIDE, why_whole
 from autopar.passes.sides import sides
 from autopar.passes.split_prologue import copy_graph
-from autopar.plan import Plan
+from autopar.plan import Plan, Whole
 from autopar.pose import Posed
 from autopar.poser import Body
 from autopar.solver.problem import Assignment
-from autopar.write_plan import ops_of, plan_of
 from autopar.wiring import Wiring
+from autopar.write_plan import ops_of, plan_of
 
 
 def completed(body: Body, posed: Posed, assignment: Assignment, times: TimeChoices) -> fx.GraphModule:
@@ -47,7 +50,11 @@ def completed(body: Body, posed: Posed, assignment: Assignment, times: TimeChoic
         TimeChoices({copy[n]: c for n, c in times.ops.items()}, {copy[n]: x for n, x in times.layouts.items()}),
     )
     batched = {i.name for i in captured.inputs if i.batch}
-    return sides(gm, posed.mesh, over_time, batched, body.prepared.hoisted)
+    followed = {
+        axis: TimeChoices({copy[n]: c for n, c in found.ops.items()}, {copy[n]: x for n, x in found.layouts.items()})
+        for axis, found in (posed.roles.follow if posed.roles else {}).items()
+    }
+    return sides(gm, posed.mesh, over_time, batched, body.prepared.hoisted, followed)
 
 
 def _own_parameters(wiring: Wiring, ops: tuple[fx.Node, ...]) -> list[fx.Node]:
@@ -84,7 +91,29 @@ def plan_from(body: Body, posed: Posed, assignment: Assignment, times: TimeChoic
         stop = total if i == len(units) - 1 else place[unit.ops[-1]] + 1
         ranges.append((_name(body, unit.kind) if False else _unit_name(unit.ops), start, stop))
         start = stop
-    return plan_of(gm, body.prepared.captured, posed.mesh, cluster, units=ranges, rename=True)
+    plan = plan_of(gm, body.prepared.captured, posed.mesh, cluster, units=ranges, rename=posed.roles is None)
+    return replace(plan, predicted=replace(plan.predicted, whole=_left_whole(posed, assignment)))
+
+
+def _left_whole(posed: Posed, assignment: Assignment) -> tuple[Whole, ...]:
+    """The ops that a pinned tensor axis should divide and leaves whole. Raises AutoparError where it divides none."""
+    axis = None if posed.roles is None else posed.roles.tensor
+    if posed.roles is None or axis is None:
+        return ()
+    name, size, divides, left = posed.mesh.axes[axis].name, posed.mesh.axes[axis].size, False, []
+    for unit, states in zip(posed.units.units, assignment.units, strict=True):
+        for op, options, state in zip(unit.ops, posed.ops[unit.kind], states, strict=False):
+            if flops(op) and options.strategies[state].choices[axis].kind in DIVIDE:
+                divides = True
+            elif flops(op):
+                left.append(Whole(name, fact(op).fqn or op.name, str(op.target), why_whole(op, size)))
+    if not divides:
+        listed = "; ".join(f"{w.fqn} ({w.op.removeprefix('aten.')}): {w.why}" for w in left[:3])
+        raise AutoparError(
+            f"pins: {name}={size} divides no matmul, attention or convolution of this model "
+            f"({listed or 'it has none'}). Use {name}=1, or a degree that divides them."
+        )
+    return tuple(left)
 
 
 def _unit_name(ops: tuple[fx.Node, ...]) -> str:

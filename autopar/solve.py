@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
+from math import inf, prod
 from typing import Any, NoReturn
 
 from autopar.bounds import floor_of
@@ -28,7 +28,7 @@ from autopar.readback import plan_from
 from autopar.solver import lagrangian
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.file import Saved, of_search
-from autopar.solver.meshes import meshes, microbatch_counts
+from autopar.solver.meshes import Mesh, meshes, microbatch_counts
 from autopar.solver.problem import Assignment, Problem, peak, totals
 from autopar.solver.proof import proof_of
 from autopar.solver.search import Candidate, Found, Outcome, Quick, search
@@ -65,9 +65,12 @@ class Solver:
     prepared: Prepared | None = None
 
     def __post_init__(self) -> None:
-        resolve(replace(self.pins, dp=None, tp=None), 1, self.captured.batch)  # refuses what is not supported
+        pinned = {"dp", "tp"} & self.pins.named()
+        asked = self.pins if pinned else replace(self.pins, dp=None, tp=None)
+        resolved = resolve(asked, self.cluster.ranks if pinned else 1, self.captured.batch)  # refuses what it must
+        self.pinned = resolved if pinned else None
         self.prepared = self.prepared or prepare(self.captured, 1)
-        self.poser = Poser(self.prepared, self.cluster, self.pins.zero)
+        self.poser = Poser(self.prepared, self.cluster, self.pins.zero, self.pinned)
         self.seconds: dict[str, float] = {}
         self._posed: dict[Candidate, Posed] = {}
         self._evaluations: dict[Posed, Evaluation] = {}
@@ -76,10 +79,15 @@ class Solver:
     @property
     def candidates(self) -> Candidates:
         """All that is tried."""
-        spans = tuple(t.spans for t in self.cluster.tiers if t.spans is not None)
-        tried = meshes(self.cluster.ranks, spans, wire=lambda size, stride: wire_of(self.cluster, size, stride))
-        count = self.pins.microbatches
-        return Candidates(tried, (count,) if count else tuple(microbatch_counts(self.captured.batch)))
+        count, rows = self.pins.microbatches, self.captured.batch
+        if self.pinned is not None:
+            sizes = [size for _, size in self.pinned.axes()]
+            tried: tuple[Mesh, ...] = (tuple((n, prod(sizes[i + 1 :])) for i, n in enumerate(sizes)),)
+            rows //= self.pinned.dp
+        else:
+            spans = tuple(t.spans for t in self.cluster.tiers if t.spans is not None)
+            tried = meshes(self.cluster.ranks, spans, wire=lambda size, stride: wire_of(self.cluster, size, stride))
+        return Candidates(tried, (count,) if count else tuple(microbatch_counts(rows)))
 
     def search(self, limit: float) -> Found[Posed]:
         """The best plan within ``limit`` bytes a rank."""
@@ -282,6 +290,8 @@ def _proof(solver: Solver, saved: Saved, found: Found[Posed]) -> Proof:
         "dropped": {"dominated": counts.get("dominated", 0)},
         "side": "masks, tables and ids are decided after the core, outside of the bound",
     }
+    if solver.pinned is not None:
+        scope["axes"] = "pinned: every op follows the batch on dp, divides its work and weights by tp where it can"
     return Proof(proof["objective"], proof["bound"], proof["gap"], {**scope, **proof["scope"]})
 
 
@@ -292,6 +302,8 @@ def _next(solver: Solver, found: Found[Posed], plan: Plan) -> tuple[Alternative,
     """The next-best plans of other meshes or microbatch counts, priced as problems: those that the search solved, and
     some that it could leave out."""
     made: list[Alternative] = []
+    if solver.pinned is not None:
+        return ()
     seen = {_change(plan)}
     for posed, answer in _others(solver, found):
         if len(made) == ALTERNATIVES or answer.assignment is None:

@@ -34,7 +34,12 @@ def follow_time(gm: fx.GraphModule, batch_inputs: frozenset[str], rows: tuple[in
     """Follow the batch of the inputs through the graph. ``rows``: of each microbatch.
 
     Raises AutoparError where an op needs the whole batch at once."""
-    mesh = Mesh((Axis("time", len(rows), rows),))
+    return follow_axis(gm, batch_inputs, Axis("time", len(rows), rows))
+
+
+def follow_axis(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> TimeChoices:
+    """The same on any one axis."""
+    mesh = Mesh((axis,))
     ops: dict[fx.Node, Choice] = {}
     layouts: dict[fx.Node, Layout] = {}
     memo: dict[Hashable, tuple[Choice, Strategy]] = {}

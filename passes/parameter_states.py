@@ -47,16 +47,20 @@ class ParameterState:
 
 
 @lru_cache(maxsize=1 << 12)
-def parameter_states(v: Value, uses: Sequence[Layout], mesh: Mesh, zero: int | None = None) -> list[ParameterState]:
-    """All states of a parameter that is used in one of ``uses`` (a tuple). ``zero``: only that stage."""
+def parameter_states(
+    v: Value, uses: Sequence[Layout], mesh: Mesh, zero: int | None = None, over: tuple[int, ...] | None = None
+) -> list[ParameterState]:
+    """All states of a parameter that is used in one of ``uses`` (a tuple). ``zero``: only that stage; ``over``: the
+    only axes over which it may rest in pieces."""
     found = []
     for use in uses:
-        open_axes = [a for a in mesh.space if use.kinds[a] in "RI" and mesh.axes[a].size > 1]
+        allowed = mesh.space if over is None else over
+        open_axes = [a for a in allowed if use.kinds[a] in "RI" and mesh.axes[a].size > 1]
         sharded = {}
         for n in range(1, len(open_axes) + 1):
-            for over in itertools.combinations(open_axes, n):
-                rest = _nested(resting(v, use, mesh, over))
-                if any(rest.kinds[a] == "S" for a in over):
+            for cut in itertools.combinations(open_axes, n):
+                rest = _nested(resting(v, use, mesh, cut))
+                if any(rest.kinds[a] == "S" for a in cut):
                     sharded[rest] = None
         if not sharded or not zero:
             found.append(_plain(v, resting(v, use, mesh, ()), use, mesh))

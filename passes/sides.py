@@ -9,7 +9,7 @@ operands have and what its readers want, until nothing changes.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -29,11 +29,16 @@ SWEEPS = 4
 
 
 def sides(
-    gm: fx.GraphModule, mesh: Mesh, times: TimeChoices, batch_inputs: Collection[str], hoisted: Collection[str] = ()
+    gm: fx.GraphModule,
+    mesh: Mesh,
+    times: TimeChoices,
+    batch_inputs: Collection[str],
+    hoisted: Collection[str] = (),
+    follow: Mapping[int, TimeChoices] | None = None,
 ) -> fx.GraphModule:
     """Give every node without a strategy one. ``times``: what every op of ``gm`` does over time; ``hoisted``: the
-    placeholders that the prologue fills, whole on every rank."""
-    return _Sides(gm, mesh, times, frozenset(batch_inputs), frozenset(hoisted)).run()
+    placeholders that the prologue fills, whole on every rank; ``follow``: what is done on axes that are decided."""
+    return _Sides(gm, mesh, times, frozenset(batch_inputs), frozenset(hoisted), follow or {}).run()
 
 
 @dataclass(eq=False)
@@ -43,6 +48,7 @@ class _Sides:
     times: TimeChoices
     batch_inputs: frozenset[str]
     hoisted: frozenset[str]
+    follow: Mapping[int, TimeChoices]
     plans: dict[fx.Node, Strategy] = field(default_factory=dict)
     leaves: dict[fx.Node, Layout] = field(default_factory=dict)
 
@@ -123,6 +129,8 @@ class _Sides:
         layout = whole
         for axis in self.mesh.space:
             dims = {want.dim_of(axis) for want in wants}
+            if axis in self.follow:
+                dims = {self.follow[axis].layouts[node].dim_of(0)}
             dim = 0 if 0 in dims and node.name in self.batch_inputs else next(iter(dims)) if len(dims) == 1 else None
             if dim is not None and not any(want.dims[dim].parts for want in wants):
                 layout = self._cut(node, layout, axis, dim)
@@ -138,7 +146,7 @@ class _Sides:
         for node in inputs:
             if node.name in self.batch_inputs and not self._wants(node):
                 for axis in self.mesh.space:
-                    if any(self.leaves[n].dim_of(axis) == 0 for n in read):
+                    if axis not in self.follow and any(self.leaves[n].dim_of(axis) == 0 for n in read):
                         self.leaves[node] = self._cut(node, self.leaves[node], axis, 0)
 
     # -- ops -----------------------------------------------------------------------------------------------------
@@ -146,18 +154,20 @@ class _Sides:
     def _choose(self, node: fx.Node, have: tuple[Layout, ...] | None) -> Strategy:
         wants = tuple(self._wants(t) if t is not None else () for t in result_slots(node))
         call = call_key(node)
-        key = (call, self.times.ops.get(node), have, wants)
+        fixed = tuple((axis, found.ops[node]) for axis, found in self.follow.items())
+        key = (call, self.times.ops.get(node), fixed, have, wants)
         if key not in self._chosen:
-            menu = self._menu(node, call)
+            menu = self._menu(node, call, fixed)
             self._chosen[key] = menu[int(self._seconds(node, menu, have, wants).argmin())]
         return self._chosen[key]
 
-    def _menu(self, node: fx.Node, call: Hashable) -> list[Strategy]:
-        time = self.times.ops.get(node)
-        key = (call, time)
+    def _menu(self, node: fx.Node, call: Hashable, fixed: tuple[tuple[int, Choice], ...]) -> list[Strategy]:
+        time, decided = self.times.ops.get(node), dict(fixed)
+        key = (call, time, fixed)
         if key not in self._menus:
             per_axis: list[Sequence[Choice]] = [
-                choices(node, Mesh((Axis("alone", self.mesh.axes[a].size),)), 0) for a in self.mesh.space
+                [decided[a]] if a in decided else choices(node, Mesh((Axis("alone", self.mesh.axes[a].size),)), 0)
+                for a in self.mesh.space
             ]
             last = [] if time is None else [[time]]
             found = (strategy(node, self.plain, c, self.order) for c in itertools.product(*per_axis, *last))
@@ -177,7 +187,7 @@ class _Sides:
             assert have is not None
             v = value(operand)
             total += costs([settle(have[slot], v, self.mesh)], [s.operands[slot] for s in menu], v, self.mesh)[0]
-        copy = self.mesh.wire(0).copy
+        copy = self.mesh.wire(0).copy if self.mesh.axes else 0.0
         for r, v in enumerate(fact(node).values):
             if v is None:
                 continue

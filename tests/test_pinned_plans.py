@@ -10,28 +10,29 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autopar.build import Prepared, apply, choose, prepare
+from autopar.build import Prepared, apply
 from autopar.capture import capture
-from autopar.cluster import Cluster
 from autopar.divided import divided
 from autopar.errors import AutoparError
 from autopar.models import gpt2, llama, mlp, vit
 from autopar.passes.lower import Local, lower, with_changes
-from autopar.pins import Pins, resolve
+from autopar.pins import Pins
 from autopar.plan import Plan
+from autopar.planning import plan_training
+from tests.limits import figures
 
 aten = torch.ops.aten
 Factory = Callable[..., tuple[nn.Module, Any, Any]]
 
 
-def planned(factory: Factory, ranks: int, pins: dict[str, Any], **options: Any) -> tuple[Plan, Prepared, Local]:
+def planned(
+    factory: Factory, ranks: int, pins: dict[str, Any], cluster: str = "h100", **options: Any
+) -> tuple[Plan, Prepared, Local]:
     model, args, kwargs = factory(**options)
     captured = capture(model, args, kwargs, check=False)
-    resolved = resolve(Pins.parse(pins), ranks, captured.batch)
-    prepared = prepare(captured, resolved.microbatches)
-    plan = choose(prepared, resolved, Cluster.load("h100-dgx"))
-    axes = {a.name: a.name for a in plan.axes}
-    return plan, prepared, lower(with_changes(apply(plan, prepared)), 0, axes)
+    made = plan_training(captured, Pins.parse(pins), figures(cluster, ranks), {})
+    axes = {a.name: a.name for a in made.plan.axes}
+    return made.plan, made.prepared, lower(with_changes(apply(made.plan, made.prepared)), 0, axes)
 
 
 def collectives(local: Local) -> Counter[str]:
@@ -48,9 +49,9 @@ def collectives(local: Local) -> Counter[str]:
     return Counter(name.removeprefix("autopar::") for name in names if name.startswith(moving))
 
 
-def per_layer(factory: Factory, ranks: int, pins: dict[str, Any]) -> dict[str, int]:
+def per_layer(factory: Factory, ranks: int, pins: dict[str, Any], cluster: str = "h100") -> dict[str, int]:
     """What two more layers add, halved."""
-    few, many = (collectives(planned(factory, ranks, pins, layers=n)[2]) for n in (2, 4))
+    few, many = (collectives(planned(factory, ranks, pins, cluster, layers=n)[2]) for n in (2, 4))
     assert all((many[k] - few[k]) % 2 == 0 for k in many | few)
     return {k: (many[k] - few[k]) // 2 for k in many | few if many[k] != few[k]}
 

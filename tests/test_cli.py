@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.cluster import FOLDER
 from autopar.errors import AutoparError, NothingFits
 from autopar.plan import Alternative, ClusterId, ModelId, Plan, PlanAxis, Predicted, Proof
 
@@ -49,10 +50,11 @@ class Result:
 def verify(monkeypatch):
     """`verify_many` answers from ``answers`` in turn (a result, or an exception to raise) and keeps its ``calls``."""
     stub = types.ModuleType("autopar.verify")
-    stub.calls, stub.answers = [], {}
+    stub.calls, stub.clusters, stub.answers = [], [], {}
 
-    def verify_many(spec, ranks, plans, *, batch=None):
+    def verify_many(spec, ranks, plans, *, batch=None, cluster=None):
         stub.calls.append((spec, ranks, [p.text() for p in plans], batch))
+        stub.clusters.append(cluster)
         print("a library prints to stdout")
         found = [stub.answers.get(p.text(), Result(True, ranks, p.text())) for p in plans]
         for answer in found:
@@ -135,6 +137,19 @@ def test_verify_that_is_refused_exits_2(verify, capsys):
     verify.answers["tp=2"] = AutoparError("pins: tp=2 divides nothing.")
     assert main(["verify", MLP, "--ranks", "2", "--pin", "tp=2"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "autopar: pins: tp=2 divides nothing."
+
+
+def test_verify_plans_for_another_cluster(verify, tmp_path, capsys):
+    file = tmp_path / "small.json"
+    small = json.loads((FOLDER / "h100-dgx.json").read_text())
+    small["chip"]["memory"]["value"] = 16e9
+    file.write_text(json.dumps(small))
+    assert main(["verify", MLP, "--ranks", "8", "--batch", "3", "--cluster", str(file)]) == 0
+    assert main(["verify", MLP, "--ranks", "8", "--cluster", "local"]) == 0
+    own, local = verify.clusters
+    assert own.memory == 16e9 and own.ranks == 8 and local is None
+    assert main(["verify", MLP, "--ranks", "8", "--cluster", "nowhere"]) == 2
+    assert "cluster nowhere: unknown" in capsys.readouterr().err
 
 
 def test_verify_json_is_alone_on_stdout(verify, capfd):

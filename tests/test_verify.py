@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.cluster import Cluster
 from autopar.equality import Run
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NothingFits
 from autopar.loading import ModelSpec
 from autopar.pins import Pins
+from autopar.planning import Planned, plan_training
 from autopar.schema import write
 from autopar.verify import Subject, VerifyResult, run_plan, verify, verify_many
 
@@ -148,6 +150,31 @@ class Stub:
     def run(self, fn: object, *_: object) -> Any:
         assert fn is run_plan
         return [(self.runs, [r.loss for r in self.runs.values()])]
+
+
+def test_without_pins_the_plan_is_the_solvers_and_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also for another cluster's memory; a finished plan is run as it is."""
+    subject = Subject.of(spec(), BATCH)
+    made = []
+
+    def counted(*args: Any) -> Planned:
+        made.append(args)
+        return plan_training(*args)
+
+    monkeypatch.setattr("autopar.verify.plan_training", counted)
+    monkeypatch.setattr("autopar.verify._plans", {})
+    monkeypatch.setattr("autopar.verify.RankPool", lambda *_, **__: Stub(subject, lambda run: run))
+    first, again, more = verify_many(spec(), 1, plans("", "", "microbatches=2"), batch=BATCH)
+    assert isinstance(first, VerifyResult) and isinstance(again, VerifyResult) and isinstance(more, VerifyResult)
+    assert first.plan == again.plan and "microbatches=2" in more.plan and len(made) == 2
+    chip = Cluster.local(ranks=1).chip
+    small = dataclasses.replace(chip, memory=dataclasses.replace(chip.memory, value=64.0))
+    cluster = dataclasses.replace(Cluster.local(ranks=1), chip=small)
+    finished = plan_training(subject.captured, Pins(), Cluster.local(ranks=1), {}).plan
+    refused, run = verify_many(spec(), 1, [Pins(), finished], batch=BATCH, cluster=cluster)
+    assert isinstance(refused, NothingFits) and isinstance(run, VerifyResult) and run.ok
+    with pytest.raises(AutoparError, match="cluster local has 1 ranks, 2 are to run"):
+        verify_many(spec(), 2, [Pins()], cluster=cluster)
 
 
 def test_rows_beyond_the_example_differ() -> None:

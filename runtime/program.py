@@ -68,10 +68,8 @@ class Held:
             assert isinstance(old, DTensor) and old.placements == self.parameter.placements, f"{self.use.fqn}.grad"
             local(old).add_(new)
             return
-        like = self.parameter
-        self.parameter.grad = DTensor.from_local(
-            new, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-        )
+        # what from_local does, without finding out again what the parameter's own description says
+        self.parameter.grad = DTensor(new, self.parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 class Program:

@@ -16,7 +16,7 @@ from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes import PREPARE, run
-from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat, treat_by_stage
+from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
 from autopar.passes.divide_work import Undivided, flops
 from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, value
 from autopar.passes.insert_changes import is_getitem, produced_layout
@@ -82,21 +82,6 @@ def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     _keep_obligations(gm, mesh, pins, left)
     plan = plan_of(gm, prepared.captured, mesh, cluster)
     return replace(plan, predicted=_whole(plan, left), pins=pins.pins.given())
-
-
-def choose_again(plan: Plan, prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
-    """The plan for pins that differ from those of ``plan`` in the ZeRO stage and the number of microbatches (but both
-    have several, or one): ops are laid out as there. Raises AutoparError where the rows do not allow that."""
-    axes = tuple(replace(a, size=pins.microbatches) if a.is_time else a for a in plan.axes)
-    plan = replace(plan, axes=axes, microbatches=pins.microbatches)
-    gm, mesh = apply(plan, prepared).body, plan_mesh(plan)
-    over = [i for i in mesh.space if mesh.axes[i].name != "tp"]
-    for node in gm.graph.nodes:
-        use = fact(node).use if node.op == "get_attr" else None
-        if use is not None:
-            treat_by_stage(node, use, pins.zero, over, mesh)
-    made = plan_of(gm, prepared.captured, mesh, cluster)
-    return replace(made, predicted=replace(made.predicted, whole=plan.predicted.whole), pins=pins.pins.given())
 
 
 def choose_along(prepared: Prepared, training: Plan, cluster: Cluster) -> Plan:

@@ -36,7 +36,7 @@ _LATER = {
     "pp": "pipeline stages come with a later release",
     "cp": "context parallelism comes with a later release",
     "ep": "expert parallelism comes with a later release",
-    "sp": "sequence parallelism comes with a later release",
+    "sp": "sequence parallelism over an axis of its own comes with a later release",
     "recompute": "recomputation comes with a later release",
     "schedule": "pipeline schedules come with a later release",
     "vp": "virtual pipeline stages come with a later release",
@@ -218,6 +218,10 @@ def _divide_batch(batch: int, ranks: int, dp: int, count: int) -> tuple[int, ...
 def _refuse_unsupported(pins: Pins) -> None:
     for key, why in _LATER.items():
         value = getattr(pins, key)
+        if key == "sp" and value is True:
+            if (pins.tp or 1) == 1:
+                raise AutoparError("pin sp=true: needs tensor ranks to cut the sequence over. Pin tp=2 or more.")
+            continue
         if value in (None, ()) or (key in _NO_OP and value == _NO_OP[key]):
             continue
         shown = f"{LAYOUT}{value[0][0]}" if key == "layouts" else f"{key}={_word(value)}"

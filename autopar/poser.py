@@ -20,11 +20,12 @@ from autopar.passes.facts import value
 from autopar.passes.follow_time import TimeChoices, cut_alike, follow_axis, follow_time
 from autopar.passes.keepers import keepers
 from autopar.passes.layout import Axis
-from autopar.passes.roles import Roles, limits_of
+from autopar.passes.roles import Limit, Roles, limits_of, sequence_of
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.units import Units, core_ops, cut_units
 from autopar.pins import ResolvedPins, microbatch_rows
 from autopar.pose import Posed, mesh_of, pose
+from autopar.solver.meshes import MOST_MICROBATCHES
 from autopar.wiring import Known, Wiring, first_reads, kept_sides, weights_of, wire
 
 
@@ -113,7 +114,7 @@ class Poser:
         """What every op does over time, or why there cannot be so many microbatches."""
         if microbatches not in self._times:
             most = self.captured.batch // self._rows_together
-            if microbatches > 1 and self._finest is None and most not in self._times:
+            if microbatches > 1 and self._finest is None and most not in self._times and most <= MOST_MICROBATCHES:
                 self._times[most] = self._follow(most)
             self._times[microbatches] = self._times.get(microbatches) or self._follow(microbatches)
         return self._times[microbatches]
@@ -163,17 +164,26 @@ class Poser:
         """Rows that no microbatch may part: a pinned data axis has one on each rank."""
         return self.pinned.dp if self.pinned else 1
 
+    def _batch_dims(self, gm: fx.GraphModule, batched: frozenset[str]) -> dict[fx.Node, int | None]:
+        if self.captured.batch < 2:
+            return {}
+        found = follow_axis(gm, batched, Axis("batch", self.captured.batch))
+        return {node: layout.dim_of(0) for node, layout in found.layouts.items()}
+
     def _roles_on(self, body: Body, pins: ResolvedPins) -> Roles:
         if body not in self._roles:
             gm, parameters = body.prepared.body, frozenset(self.captured.parameters)
             batched = frozenset(i.name for i in self.captured.inputs if i.batch)
             named = {name: i for i, (name, _) in enumerate(pins.axes())}
             follow = {named["dp"]: follow_axis(gm, batched, Axis("dp", pins.dp))} if "dp" in named else {}
-            limits, whole = {}, frozenset[fx.Node]()
+            limits, whole = dict[fx.Node, Limit](), frozenset[fx.Node]()
+            batch: dict[fx.Node, int | None] | None = None
             if "tp" in named:
                 ops = core_ops(gm, parameters)
-                limits, whole = limits_of(ops, body.units, parameters, weights_of(gm, parameters))
-            self._roles[body] = Roles(follow, named.get("tp"), limits, whole)
+                batch = self._batch_dims(gm, batched) if pins.pins.sp is True else None
+                limits, whole = limits_of(ops, body.units, parameters, weights_of(gm, parameters), batch)
+            sequence = None if batch is None else sequence_of(limits)
+            self._roles[body] = Roles(follow, named.get("tp"), limits, whole, sequence)
         return self._roles[body]
 
 

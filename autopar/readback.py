@@ -37,10 +37,10 @@ def completed(body: Body, posed: Posed, assignment: Assignment, times: TimeChoic
             node.meta[KEY] = replace(fact(node), strategy=options.strategies[state])
         wiring = body.wirings[unit.kind]
         at = len(unit.ops) + len(wiring.own(parameters=False))
-        for parameter, options, state in zip(
+        for parameter, treatments, state in zip(
             _own_parameters(wiring, unit.ops), posed.parameters[unit.kind], states[at:], strict=True
         ):
-            _treat(copy[parameter], options[state], posed)
+            _treat(copy[parameter], treatments[state], posed)
     for node, held in shared.items():
         if isinstance(held, ParameterState):
             _treat(copy[node], held, posed)

@@ -3,7 +3,8 @@
 A tensor axis is an obligation, kept by leaving states out, never by prices: an op with FLOPs, or a lookup in a table,
 only keeps states that divide its weights, where it has any. Rows (batch and sequence: dims that come from the inputs)
 are never cut. What lies between such ops is *glue*; glue connected to a residual stream stays whole, so that the axis
-divides what lies inside of layers, as Megatron-LM does: columns, then rows, one reduction at the end.
+divides what lies inside of layers, as Megatron-LM does: columns, then rows, one reduction at the end. With sequence
+parallelism (pinned ``sp=true``) that glue is cut along the sequence instead, where it can be.
 """
 
 from __future__ import annotations
@@ -33,16 +34,22 @@ Dims = frozenset[int]
 class Limit:
     """What an op must not do on the tensor axis. ``operands``, ``results``: the dims of each that are rows;
     ``weights``: slots of weights with two dims or more; ``obliged``: it must divide them, and its work, where it can;
-    ``whole``: it is glue of a residual stream, on every rank the same, forward and backward."""
+    ``whole``: it is glue of a residual stream, on every rank the same, forward and backward; ``sequence``: unless it
+    can be cut along rows that are not those of the batch, whose dims ``batch`` has for operands and results."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     weights: tuple[int, ...]
     obliged: bool
     whole: bool
+    sequence: bool = False
+    batch: tuple[int | None, ...] = ()
 
     def of(self, strategies: Sequence[Strategy], axis: int) -> list[Strategy]:
         """The strategies that keep to it: those that divide, where any may and does."""
+        along = [s for s in strategies if self._along(s, axis)] if self.whole and self.sequence else []
+        if along:
+            return along
         kept = [s for s in strategies if self._keeps(s, axis)]
         divided = [s for s in kept if self.divides(s, axis)] if self.obliged else []
         return divided or kept
@@ -51,6 +58,17 @@ class Limit:
         """Whether an op is divided, with its weights."""
         whole = any(chosen.operands[slot].kinds[axis] != "S" for slot in self.weights)
         return chosen.choices[axis].kind in DIVIDE and not whole
+
+    def _along(self, chosen: Strategy, axis: int) -> bool:
+        """Whether all results are cut along the sequence."""
+        rows, layouts = (*self.operands, *self.results), (*chosen.operands, *chosen.results)
+        cuts = [None if x is None else x.dim_of(axis) for x in layouts]
+        legal = all(
+            cut is None or (cut in dims and cut != batch) or not dims
+            for cut, dims, batch in zip(cuts, rows, self.batch, strict=True)
+        )
+        made = [cut for cut, x in zip(cuts, layouts, strict=True) if x is not None][len(self.operands) :]
+        return legal and chosen.choices[axis].kind in DIVIDE and all(cut is not None for cut in made)
 
     def _keeps(self, chosen: Strategy, axis: int) -> bool:
         if self.whole and chosen.choices[axis].kind not in ("I", "linear"):
@@ -62,12 +80,14 @@ class Limit:
 @dataclass(frozen=True, eq=False)
 class Roles:
     """``follow``: of each data axis, what every op does there; ``tensor``: the axis that divides work, with the
-    ``limits`` of every op of the core and the tensors that are ``whole`` there."""
+    ``limits`` of every op of the core and the tensors that are ``whole`` there (with ``sequence``: unless
+    they can be cut along these dims)."""
 
     follow: Mapping[int, TimeChoices]
     tensor: int | None
     limits: Mapping[fx.Node, Limit]
     whole: frozenset[fx.Node]
+    sequence: Mapping[fx.Node, Dims] | None = None
 
     def fixed(self, op: fx.Node) -> dict[int, Choice]:
         """The choices that are made already: axis -> choice."""
@@ -85,14 +105,23 @@ class Roles:
         """The layouts in which a tensor may be shared."""
         if self.tensor is None or tensor not in self.whole:
             return layouts
+        if self.sequence is not None:
+            dims = self.sequence.get(tensor, frozenset())
+            along = tuple(x for x in layouts if x.dim_of(self.tensor) in dims)
+            if along:
+                return along
         return tuple(x for x in layouts if x.kinds[self.tensor] != "S")
 
 
 def limits_of(
-    ops: Sequence[fx.Node], units: Units, parameters: frozenset[str], weights: frozenset[fx.Node]
+    ops: Sequence[fx.Node],
+    units: Units,
+    parameters: frozenset[str],
+    weights: frozenset[fx.Node],
+    batch: Mapping[fx.Node, int | None] | None = None,
 ) -> tuple[dict[fx.Node, Limit], frozenset[fx.Node]]:
     """The limit of every op of the core, and the tensors that a tensor axis leaves whole. ``weights``: what depends on
-    parameters alone."""
+    parameters alone; ``batch``: the dim of the batch of every tensor, for glue to be cut along the sequence."""
     core = frozenset(ops)
 
     def held(node: fx.Node) -> bool:
@@ -107,10 +136,24 @@ def limits_of(
             tuple(i for i, o in enumerate(operand_nodes(op)) if held(o) and len(value(o).shape) > 1),
             _obliged(op),
             op in whole_ops,
+            batch is not None,
+            tuple((batch or {}).get(n) if n is not None else None for n in (*operand_nodes(op), *result_slots(op))),
         )
         for op in ops
     }
     return limits, whole
+
+
+def sequence_of(limits: Mapping[fx.Node, Limit]) -> dict[fx.Node, Dims]:
+    """The dims of every tensor that are rows, but not those of the batch."""
+    found: dict[fx.Node, Dims] = {}
+    for op, limit in limits.items():
+        for result, rows, batch in zip(
+            result_slots(op), limit.results, limit.batch[len(limit.operands) :], strict=True
+        ):
+            if result is not None:
+                found[result] = rows - {batch}
+    return found
 
 
 def _obliged(op: fx.Node) -> bool:
@@ -190,4 +233,4 @@ def why_whole(op: fx.Node, size: int) -> str:
     return f"no dim of {sizes} that may be cut divides by {size}"
 
 
-__all__ = ["DIVIDE", "Limit", "Roles", "limits_of", "why_whole"]
+__all__ = ["DIVIDE", "Limit", "Roles", "limits_of", "sequence_of", "why_whole"]

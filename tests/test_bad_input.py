@@ -183,7 +183,8 @@ COMMANDS = {
         "Legal: gpipe, 1f1b, interleaved, zero_bubble",
     ),
     "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin pp=2", "pin pp=2: not supported yet"),
-    "sequence parallelism": (f"verify {MLP} --ranks 2 --pin tp=2 --pin sp=true", "pin sp=true: not supported yet"),
+    "a sequence over no axis": (f"verify {MLP} --ranks 2 --pin sp=true", "pin sp=true: needs tensor ranks"),
+    "sequence parallelism": (f"verify {MLP} --ranks 2 --pin tp=2 --pin sp=2", "pin sp=2: not supported yet"),
     "a degree that does not fit": (
         f"verify {MLP} --ranks 4 --pin tp=3",
         "tp=3 does not divide 4 ranks. Legal: tp=1, tp=2",
@@ -327,10 +328,6 @@ COMMANDS = {
     "a problem of another ending": (f"plan {MLP} --problem x.json", "--problem x.json: must end in .npz"),
     "a plan in no folder": (f"plan {MLP} --out no/plan.json", "--out no/plan.json: there is no folder no"),
     "a plan that is a folder": (f"plan {MLP} --out .", "--out .: is a folder"),
-    "a problem of a pinned plan": (
-        f"plan {MLP} --ranks 2 --pin tp=2 --problem x.npz",
-        "--problem x.npz: the plan was pinned, not solved",
-    ),
     "a batch of no rows": (f"plan {MLP} --ranks 2 --global-batch 0", "batch: 0 is not a number of rows"),
     "a negative batch": (f"explain {MLP} --ranks 2 --global-batch -8", "batch: -8 is not a number of rows"),
     "a batch that is no number": (f"plan {MLP} --global-batch many", "invalid int value: 'many'"),

@@ -56,10 +56,21 @@ def per_layer(factory: Factory, ranks: int, pins: dict[str, Any], cluster: str =
     return {k: (many[k] - few[k]) // 2 for k in many | few if many[k] != few[k]}
 
 
-@pytest.mark.parametrize("factory", [gpt2.make, llama.make, vit.make], ids=["gpt2", "llama", "vit"])
-def test_tensor_parallel_is_megatrons_pattern(factory: Factory) -> None:
+@pytest.mark.parametrize(
+    ("factory", "cluster"),
+    [(gpt2.make, "h100"), (llama.make, "h100"), (vit.make, "h100"), (llama.make, "local")],
+    ids=["gpt2", "llama", "vit", "llama-local"],
+)
+def test_tensor_parallel_is_megatrons_pattern(factory: Factory, cluster: str) -> None:
     """Two all-reduces forward (after attention and MLP) and two backward (before them) a layer, and nothing else."""
-    assert per_layer(factory, 2, {"tp": 2}) == {"start_all_reduce": 2, "replicate": 2}
+    assert per_layer(factory, 2, {"tp": 2}, cluster) == {"start_all_reduce": 2, "replicate": 2}
+
+
+@pytest.mark.parametrize("cluster", ["h100", "local"])
+def test_along_the_sequence_all_reduces_fall_apart(cluster: str) -> None:
+    """A gather before attention and MLP, a reduce-scatter after them; backward the other way round."""
+    found = per_layer(gpt2.make, 2, {"tp": 2, "sp": True}, cluster)
+    assert found == {"start_all_gather": 2, "start_reduce_scatter": 2}
 
 
 @pytest.mark.parametrize("factory", [gpt2.make, llama.make], ids=["gpt2", "llama"])

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
 
 PROBLEM = ".npz"
+MOST_ROWS = 1 << 24  # of a global batch: rows are listed one by one
 PIN = re.compile(r"[\s,]+(?=[\w.]+=)")  # between pins of one word; a comma inside a value stays
 
 
@@ -85,6 +86,8 @@ def _refuse(pins: Pins, cluster: Cluster, batch: int | None) -> None:
     """Pins that do not fit the cluster; rows only where dp or tp say how ranks share them."""
     if batch is not None and batch < 1:
         raise AutoparError(f"batch: {batch} is not a number of rows. Legal: 1 or more.")
+    if batch is not None and batch > MOST_ROWS:
+        raise AutoparError(f"batch: {batch:,} rows are more than a plan is made for. Legal: up to {MOST_ROWS:,}.")
     pinned = pins.dp is not None or pins.tp is not None
     resolve(pins, cluster.ranks, batch if pinned else None)
 
@@ -92,8 +95,6 @@ def _refuse(pins: Pins, cluster: Cluster, batch: int | None) -> None:
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
     for flag in ("out", "problem"):
         _refuse_folder(flag, getattr(options, flag))
-    if options.problem and {"dp", "tp"} & Pins.parse(options.pin).named():
-        raise _no_search(options.problem)
     asked = Asked.of(options)
     parallel = asked.compile(asked.pins)
     plan = parallel.detailed_plan()
@@ -196,4 +197,4 @@ def _save_search(parallel: Parallel, path: str) -> None:
 
 
 def _no_search(path: str) -> AutoparError:
-    return AutoparError(f"--problem {path}: the plan was pinned, not solved: no problem. Leave out dp and tp.")
+    return AutoparError(f"--problem {path}: the plan was made by another rank: no problem. Run one process.")

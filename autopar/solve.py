@@ -20,18 +20,18 @@ from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins, resolve
-from autopar.plan import Alternative, Plan, Proof
+from autopar.plan import Alternative, Plan
 from autopar.pose import Posed
 from autopar.poser import Poser
 from autopar.predict import predict
+from autopar.prove import Chosen, proof, saved_search, within_limit
 from autopar.readback import plan_from
 from autopar.solver import lagrangian
 from autopar.solver.evaluate import Evaluation
-from autopar.solver.file import Saved, of_search
+from autopar.solver.file import Saved
 from autopar.solver.meshes import Mesh, meshes, microbatch_counts
-from autopar.solver.problem import Assignment, Problem, peak, totals
-from autopar.solver.proof import proof_of
-from autopar.solver.search import Candidate, Found, Outcome, Quick, search
+from autopar.solver.problem import Assignment, peak, totals
+from autopar.solver.search import Candidate, Found, Quick, search
 from autopar.solver.solve import Answer, solve
 from autopar.wires import wire_of
 
@@ -72,6 +72,8 @@ class Solver:
         self.prepared = self.prepared or prepare(self.captured, 1)
         self.poser = Poser(self.prepared, self.cluster, self.pins.zero, self.pinned)
         self.seconds: dict[str, float] = {}
+        self.searched: list[tuple[float, Found[Posed]]] = []
+        self._planned: list[tuple[Plan, Posed, Assignment]] = []
         self._posed: dict[Candidate, Posed] = {}
         self._evaluations: dict[Posed, Evaluation] = {}
         self._floor = floor_of(self.poser.body(1), self.cluster)
@@ -91,7 +93,7 @@ class Solver:
 
     def search(self, limit: float) -> Found[Posed]:
         """The best plan within ``limit`` bytes a rank."""
-        return search(
+        found = search(
             self.candidates,
             quick_bound=lambda c: self._quick(c),
             pose=lambda c: self._pose(c, limit),
@@ -101,6 +103,8 @@ class Solver:
             lower_bound=lambda posed, m: lagrangian.one_bound(self._evaluation(posed), m),
             free_bound=lambda posed, a: lagrangian.free_bound(self._evaluation(posed), a.multipliers),
         )
+        self.searched.append((limit, found))
+        return found
 
     def solve(self, candidate: Candidate, found: Found[Posed]) -> tuple[Posed, Answer]:
         """One candidate in full, within the memory that a search had."""
@@ -118,7 +122,15 @@ class Solver:
         if not predicted:
             return plan
         with self.timed("predict"):
-            return replace(predict(plan, body.prepared, self.cluster), pins=self.pins.given())
+            plan = replace(predict(plan, body.prepared, self.cluster), pins=self.pins.given())
+        self._planned.append((plan, posed, assignment))
+        return plan
+
+    def chosen(self, plan: Plan) -> Chosen:
+        """What a plan with predictions was made of."""
+        posed, assignment = next((p, a) for made, p, a in self._planned if made is plan)
+        candidate = next(c for c, p in self._posed.items() if p.mesh is posed.mesh)
+        return Chosen(candidate, posed.problem, assignment)
 
     # -- what the search calls -------------------------------------------------------------------------------------
 
@@ -175,20 +187,12 @@ class Solved:
 
     plan: Plan
     prepared: Prepared
-    found: Found[Posed]
-    limit: float
+    search: Saved
     seconds: Mapping[str, float]
 
-    def problems(self) -> Found[Problem]:
-        """The search with problems alone, as `solver.file` saves it."""
-        outcomes = tuple(_bare(o) for o in self.found.outcomes)
-        best = None if self.found.best is None else _bare(self.found.best)
-        least = None if self.found.least is None else _bare(self.found.least)
-        return replace(self.found, outcomes=outcomes, best=best, least=least)  # type: ignore[return-value]
-
     def saved(self) -> Saved:
-        """The same as a file holds it, for `autopar check`."""
-        return of_search(self.problems(), self.limit)
+        """The search as a file holds it, for `autopar check`."""
+        return self.search
 
 
 def solve_plan(captured: Capture, cluster: Cluster, pins: Pins | None = None) -> Plan:
@@ -213,9 +217,17 @@ def solved(
     whether changes that fit are looked for where nothing does."""
     solver = Solver(captured, cluster, pins or Pins(), target_gap, prepared)
     found, plan, limit = _that_fits(solver, nearest)
-    made = Solved(plan, solver.poser.body(plan.microbatches).prepared, found, limit, {})
-    plan = replace(plan, proof=_proof(solver, made.saved(), found), alternatives=_next(solver, found, plan))
-    return replace(made, plan=plan, seconds=dict(solver.seconds))
+    chosen = solver.chosen(plan)
+    given, first = within_limit(solver.searched, float(cluster.limit), chosen)
+    saved = saved_search(first, given, chosen)
+    repeatable = all(f.deterministic for _, f in solver.searched)
+    plan = replace(
+        plan,
+        proof=proof(saved, first, float(cluster.limit), limit, solver.pins.text() if solver.pins.named() else ""),
+        alternatives=_next(solver, found, plan),
+        deterministic=repeatable,
+    )
+    return Solved(plan, solver.poser.body(plan.microbatches).prepared, saved, dict(solver.seconds))
 
 
 def _that_fits(solver: Solver, nearest: bool) -> tuple[Found[Posed], Plan, float]:
@@ -276,23 +288,6 @@ def _leanest(solver: Solver, found: Found[Posed]) -> Plan | None:
     if least is None or least.problem is None or least.answer is None or least.answer.least_assignment is None:
         return None
     return solver.plan(least.problem, least.answer.least_assignment)
-
-
-def _proof(solver: Solver, saved: Saved, found: Found[Posed]) -> Proof:
-    """Objective, bound and gap of the search, and a bound a candidate, as `solver.check_proof` finds them again."""
-    assert found.best is not None and found.best.problem is not None
-    proof, counts = proof_of(saved), found.best.problem.problem.counts
-    scope = {
-        "axes": "at most 2 of ranks, and equal microbatches",
-        "nesting": "axes that cut one dim nest in the order of the mesh, microbatches outermost",
-        "copies": "every tensor is shared in at most one layout; its readers change that privately",
-        "generated": counts.get("generated", 0),
-        "dropped": {"dominated": counts.get("dominated", 0)},
-        "side": "masks, tables and ids are decided after the core, outside of the bound",
-    }
-    if solver.pinned is not None:
-        scope["axes"] = "pinned: every op follows the batch on dp, divides its work and weights by tp where it can"
-    return Proof(proof["objective"], proof["bound"], proof["gap"], {**scope, **proof["scope"]})
 
 
 # -- other plans -----------------------------------------------------------------------------------------------------
@@ -387,20 +382,16 @@ def _fitting(solver: Solver) -> Plan | None:
 
 
 def _message(plan: Plan, nearest: Sequence[Alternative]) -> str:
+    from autopar.explain.quantities import bytes_text
     from autopar.planning import OWNERS
 
     parts = plan.predicted.parts
-    limit = parts.get("memory_limit_bytes", 0.0) / 2**30
-    needs = plan.predicted.peak_mem_gib or 0.0
-    owners = sorted(((parts.get(key, 0.0) / 2**30, word) for key, word in OWNERS.items()), reverse=True)[:2]
-    named = ", ".join(f"{word} {size:.2f}" for size, word in owners if size)
+    limit = parts.get("memory_limit_bytes", 0.0)
+    needs = (plan.predicted.peak_mem_gib or 0.0) * 2**30
+    owners = sorted(((parts.get(key, 0.0), word) for key, word in OWNERS.items()), reverse=True)[:2]
+    named = ", ".join(f"{word} {bytes_text(size)}" for size, word in owners if size)
     way = f"Nearest: {'; '.join(a.change for a in nearest)}" if nearest else "Use more nodes, or a smaller batch"
     return (
-        f"no plan fits: the leanest ({plan.one_line()}) needs {needs:.2f} GiB of {limit:.2f} a rank, "
-        f"{needs - limit:.2f} too many ({named}). {way}."
+        f"no plan fits: the leanest ({plan.one_line()}) needs {bytes_text(needs)} of {bytes_text(limit)} a rank, "
+        f"{bytes_text(needs - limit)} too many ({named}). {way}."
     )
-
-
-def _bare(outcome: Outcome[Posed]) -> Outcome[Any]:
-    problem = None if outcome.problem is None else outcome.problem.problem
-    return replace(outcome, problem=problem)  # type: ignore[arg-type]

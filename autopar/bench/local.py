@@ -67,7 +67,7 @@ def _compare(rank: int, case: Case) -> dict[str, Figure]:
     alone = ModelSpec(case.target, case.options).load().model.train()
 
     def plain(model: Any, inputs: tuple[Any, ...]) -> Callable[[], None]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
         def step() -> None:
             out = model(*inputs, **loaded.kwargs)
@@ -78,7 +78,7 @@ def _compare(rank: int, case: Case) -> dict[str, Figure]:
 
         return step
 
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, foreach=True)
 
     def planned() -> None:
         parallel.step(*args, **loaded.kwargs)

@@ -75,7 +75,7 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankPool]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_short_of_memory_plans_divide_and_equal_one_process(pool: tuple[int, RankPool], name: str) -> None:
     size, ranks = pool
-    plans = [plan for _, plan in short(name, size).values()]
+    plans = [plan for memory, (_, plan) in short(name, size).items() if size == 2 or memory == "just"]
     results = verify_many(spec_of(name), size, plans, pool=ranks)
     for plan, result in zip(plans, results, strict=True):
         assert isinstance(result, VerifyResult) and result.ok, result

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from torch import fx
 
-from autopar.build import Prepared
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes.complete_layouts import treat
@@ -89,7 +88,7 @@ def plan_from(body: Body, posed: Posed, assignment: Assignment, times: TimeChoic
     units = posed.units.units
     for i, unit in enumerate(units):
         stop = total if i == len(units) - 1 else place[unit.ops[-1]] + 1
-        ranges.append((_name(body, unit.kind) if False else _unit_name(unit.ops), start, stop))
+        ranges.append((_unit_name(unit.ops), start, stop))
         start = stop
     plan = plan_of(gm, body.prepared.captured, posed.mesh, cluster, units=ranges, rename=posed.roles is None)
     return replace(plan, predicted=replace(plan.predicted, whole=_left_whole(posed, assignment)))
@@ -129,8 +128,4 @@ def _unit_name(ops: tuple[fx.Node, ...]) -> str:
     return ".".join(common or names[0])
 
 
-def _name(body: Body, kind: int) -> str:
-    return body.wirings[kind].name
-
-
-__all__ = ["Prepared", "completed", "plan_from"]
+__all__ = ["completed", "plan_from"]

@@ -54,8 +54,9 @@ def follow_axis(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) ->
                 assert made.results[0] is not None
                 layouts[node] = made.results[0]
             for user in node.users:
-                if is_getitem(user) and made.results[user.args[1]] is not None:  # type: ignore[index]
-                    layouts[user] = made.results[user.args[1]]  # type: ignore[index, assignment]
+                picked = made.results[user.args[1]] if is_getitem(user) else None
+                if picked is not None:
+                    layouts[user] = picked
         elif node.op in ("placeholder", "get_attr") and is_tensor(node):
             layouts[node] = Layout.uniform("R", 1, len(value(node).shape))
             if node.name in batch_inputs and node.op == "placeholder":

@@ -8,6 +8,7 @@ ZeRO-2), or at every use (ZeRO-3).
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -23,10 +24,23 @@ STAGES = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch
 
 
 @dataclass(frozen=True)
+class Together:
+    """What of a collective's latency one parameter is priced with, since those that enter alike share it
+    (`runtime.buckets`): a part of ``count``, or, where ``cap`` (bytes of a full bucket) is given, the part of a bucket
+    that it fills. Summed over any parameters that is no more than the latencies of their buckets."""
+
+    count: int = 1
+    cap: int = 0
+
+    def part(self, nbytes: float) -> float:
+        """Of a parameter of so many bytes as it enters."""
+        return min(1.0, nbytes / self.cap) if self.cap else 1 / self.count
+
+
+@dataclass(frozen=True)
 class ParameterState:
     """``entry``: as what the program takes it. Seconds: ``enter`` once a step from rest to entry, ``leave`` each time
-    that the gradient goes that way back, both without latencies, which parameters share (`runtime.buckets`);
-    ``again`` of every change from entry to use and back, in each microbatch."""
+    that the gradient goes that way back, both with a part of the latencies (`Together`); ``again`` of every change from entry to use and back, in each microbatch."""
 
     rest: Layout
     use: Layout
@@ -46,28 +60,36 @@ class ParameterState:
         return self.enter_s + leaves * self.leave_s + microbatches * self.again_s
 
 
+ALONE = Together()
+
+
 @lru_cache(maxsize=1 << 12)
 def parameter_states(
-    v: Value, uses: Sequence[Layout], mesh: Mesh, zero: int | None = None, over: tuple[int, ...] | None = None
+    v: Value,
+    uses: Sequence[Layout],
+    mesh: Mesh,
+    zero: int | None = None,
+    over: tuple[int, ...] | None = None,
+    together: Together = ALONE,
 ) -> list[ParameterState]:
     """All states of a parameter that is used in one of ``uses`` (a tuple). ``zero``: only that stage; ``over``: the
-    only axes over which it may rest in pieces."""
+    only axes over which it may rest in pieces; ``together``: how it shares latencies."""
     found = []
     for use in uses:
         allowed = mesh.space if over is None else over
         open_axes = [a for a in allowed if use.kinds[a] in "RI" and mesh.axes[a].size > 1]
-        sharded = {}
+        sharded: dict[Layout, None] = {}
         for n in range(1, len(open_axes) + 1):
             for cut in itertools.combinations(open_axes, n):
                 rest = _nested(resting(v, use, mesh, cut))
                 if any(rest.kinds[a] == "S" for a in cut):
                     sharded[rest] = None
         if not sharded or not zero:
-            found.append(_plain(v, resting(v, use, mesh, ()), use, mesh))
+            found.append(_plain(v, resting(v, use, mesh, ()), use, mesh, together))
         for rest in sharded:
             for stage, (gather, reduce) in STAGES.items():
                 if zero is None or stage == zero:
-                    found.append(_sharded(v, rest, use, gather, reduce if v.grad else "never", mesh))
+                    found.append(_sharded(v, rest, use, gather, reduce if v.grad else "never", mesh, together))
     return list(dict.fromkeys(found))
 
 
@@ -76,32 +98,37 @@ def _nested(rest: Layout) -> Layout:
     return Layout(rest.kinds, tuple(Split(tuple(sorted(s.axes))) for s in rest.dims))
 
 
-def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh) -> ParameterState:
+def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh, together: Together) -> ParameterState:
     moves = needs_change(rest, use)
     reduces = v.grad and (moves or any(use.kinds[a] == "R" and mesh.axes[a].size > 1 for a in mesh.space))
     gather, reduce = "step" if moves else "never", "step" if reduces else "never"
-    return ParameterState(rest, use, use, gather, reduce, *_entering(v, rest, use, mesh))
+    return ParameterState(rest, use, use, gather, reduce, *_entering(v, rest, use, mesh, together))
 
 
-def _sharded(v: Value, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh) -> ParameterState:
+def _sharded(
+    v: Value, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh, together: Together
+) -> ParameterState:
     if gather == "step":
-        return ParameterState(rest, use, use, gather, reduce, *_entering(v, rest, use, mesh))
+        return ParameterState(rest, use, use, gather, reduce, *_entering(v, rest, use, mesh, together))
     entry = rest_as_entry(rest, use, mesh)
     forward, backward = _way(v, entry, use, mesh)  # gathered in forward and again in backward
-    return ParameterState(rest, use, entry, gather, reduce, *_entering(v, rest, entry, mesh), 2 * forward + backward)
+    enter = _entering(v, rest, entry, mesh, together)
+    return ParameterState(rest, use, entry, gather, reduce, *enter, 2 * forward + backward)
 
 
 @lru_cache(maxsize=1 << 16)
-def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh) -> tuple[float, float]:
-    """As `_way`, of the bytes alone."""
+def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh, together: Together) -> tuple[float, float]:
+    """As `_way`, with a part of the latencies."""
     steps = path(source, target, v, mesh)
     assert steps is not None, f"no way from {source} to {target}"
     sizes = [v.nbytes * share(s.source, s.axis, mesh) for s in steps]
-    forward, both = (
-        sum(size * terms(s.row, s.axis, grad, mesh)[1] for size, s in zip(sizes, steps, strict=True))
-        for grad in (False, v.grad)
-    )
-    return forward, both - forward
+    part = together.part(math.prod(target.local_shape(v.shape, mesh, (0,) * len(mesh.axes))) * v.dtype.itemsize)
+    seconds = []
+    for grad in (False, v.grad):
+        both = [terms(s.row, s.axis, grad, mesh) for s in steps]
+        seconds.append(sum(part * fixed + size * slope for size, (fixed, slope) in zip(sizes, both, strict=True)))
+    forward, total = seconds
+    return forward, total - forward
 
 
 @lru_cache(maxsize=1 << 16)

@@ -185,8 +185,9 @@ class _Sides:
         total = np.zeros(len(menu))
         for slot, operand in enumerate(operand_nodes(node) if have is not None else ()):
             assert have is not None
-            v = value(operand)
-            total += costs([settle(have[slot], v, self.mesh)], [s.operands[slot] for s in menu], v, self.mesh)[0]
+            read = value(operand)
+            arrives = settle(have[slot], read, self.mesh)
+            total += costs([arrives], [s.operands[slot] for s in menu], read, self.mesh)[0]
         copy = self.mesh.wire(0).copy if self.mesh.axes else 0.0
         for r, v in enumerate(fact(node).values):
             if v is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -34,17 +35,15 @@ def judge(name: str) -> Any:
     return table().judge_of(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("mlp", 8), ("resnet", 2), ("small:lora_frozen_base", 4), ("small:swin_window_and_shift", 2)]
-)
+@pytest.mark.parametrize(("name", "ranks"), [("mlp", 4), ("resnet", 2), ("small:lora_frozen_base", 2)])
 def test_plans_are_equal_and_fit_under_three_limits(name: str, ranks: int) -> None:
-    for row in table().rows(name, ranks):
+    for row in table().rows(name, ranks, pinned=False):
         assert not row.wrong, str(row)
 
 
 def test_a_plan_of_repeated_layers() -> None:
     captured = judge("llama").captured
-    found = solved(captured, Cluster.local(ranks=4), Pins(microbatches=2, zero=3), prepared=judge("llama").prepared(1))
+    found = solved(captured, Cluster.local(ranks=2), Pins(microbatches=2, zero=3), prepared=judge("llama").prepared(1))
     plan = found.plan
     assert plan.fits and plan.microbatches == 2 and plan.deterministic
     assert [u.kind for u in plan.units][1::2][:2] == [1, 1]  # both layers' halves do the same
@@ -70,19 +69,17 @@ def test_next_best_plans_are_other_plans() -> None:
 
 
 def test_where_nothing_fits_the_nearest_change_does() -> None:
-    captured, roomy = judge("gpt2").captured, Cluster.local(ranks=2)
+    captured, roomy = judge("mlp").captured, Cluster.local(ranks=2)
     with pytest.raises(NothingFits) as lean:
-        solved(captured, table().with_memory(roomy, 1e4), prepared=judge("gpt2").prepared(1), nearest=False)
+        solved(captured, table().with_memory(roomy, 1e4), nearest=False)
     assert lean.value.plan is not None and lean.value.plan.predicted.peak_mem_gib is not None
     short = table().with_memory(roomy, 0.95 * lean.value.plan.predicted.peak_mem_gib * 2**30)
-    with pytest.raises(NothingFits, match=r"no plan fits: .* GiB of .* too many .*Nearest: nodes=2") as caught:
+    with pytest.raises(NothingFits, match=r"no plan fits: .* needs .* of .* too many .*Nearest: nodes=2") as caught:
         solve_plan(captured, short)
     plan = caught.value.plan
     assert plan is not None and plan.fits is False
     (more,) = [a for a in plan.alternatives if a.change.startswith("nodes=")]
     assert more.kind == "nearest" and more.fits
-    from dataclasses import replace
-
     assert solve_plan(captured, replace(short, nodes=2)).fits
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from autopar.build import Prepared
 from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import NothingFits
@@ -34,10 +35,12 @@ def peak(plan: Plan) -> float:
     return plan.predicted.peak_mem_gib * GIB
 
 
-def leanest(captured: Capture, cluster: Cluster, loose: Plan, pins: Pins | None = None) -> Plan:
-    """The plan of least memory, as the solver names it where nothing fits."""
+def leanest(
+    captured: Capture, cluster: Cluster, loose: Plan, pins: Pins | None = None, prepared: Prepared | None = None
+) -> Plan:
+    """The plan of least memory, as the solver names it where nothing fits. ``prepared``: what ``loose`` is for."""
     try:
-        solved(captured, with_memory(cluster, TINY * peak(loose)), pins, nearest=False)
+        solved(captured, with_memory(cluster, TINY * peak(loose)), pins, prepared=prepared, nearest=False)
     except NothingFits as error:
         assert error.plan is not None and error.plan.fits is False
         return error.plan

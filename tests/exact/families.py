@@ -324,7 +324,7 @@ class Row:
         said = (
             f"{'WRONG' if self.wrong else 'equal'} {self.family:26s} {self.cluster:6s} {self.memory:6s} {self.plan:48s}"
         )
-        return f"{said} worst {self.worst:.1e} gap {gap} {self.seconds:.1f} s {self.wrong}"
+        return f"{said} worst {self.worst:.1e} gap {gap} {self.seconds:.1f} CPU s {self.wrong}"
 
 
 def cluster_of(name: str) -> Cluster:
@@ -358,23 +358,23 @@ def rows(name: str, clusters: list[str]) -> Iterator[Row]:
     judge = StackedJudge(model.train(), args, kwargs)
     for cluster_name in clusters:
         cluster = cluster_of(cluster_name)
-        started = time.perf_counter()
+        started = time.process_time()
         loose = solved(judge.captured, cluster, prepared=judge.prepared(1))
         yield judged(Row(name, cluster_name, "loose"), judge, loose, cluster, started)
-        least = limits.peak(limits.leanest(judge.captured, cluster, loose.plan))
-        short = limits.with_memory(cluster, (limits.peak(loose.plan) + least) / 2)
-        started = time.perf_counter()
+        leanest = limits.leanest(judge.captured, cluster, loose.plan, prepared=judge.prepared(1))
+        short = limits.with_memory(cluster, (limits.peak(loose.plan) + limits.peak(leanest)) / 2)
+        started = time.process_time()
         try:
             tight = solved(judge.captured, short, prepared=judge.prepared(1))
         except NothingFits as error:
-            yield Row(name, cluster_name, "tight", seconds=time.perf_counter() - started, wrong=str(error))
+            yield Row(name, cluster_name, "tight", seconds=time.process_time() - started, wrong=str(error))
             continue
         yield judged(Row(name, cluster_name, "tight"), judge, tight, short, started)
 
 
 def judged(row: Row, judge: StackedJudge, found: Solved, cluster: Cluster, started: float) -> Row:
     """The row with what the plan is worth."""
-    plan, took, wrong = found.plan, time.perf_counter() - started, []
+    plan, took, wrong = found.plan, time.process_time() - started, []
     worst = judge.distances(apply(plan, judge.prepared(plan.microbatches)))[0]
     if worst.rel > FP64.limits[worst.kind]:
         wrong.append(f"not equal: {worst}")
@@ -412,9 +412,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="no further family is begun after so many")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
-    started, count, wrong, left = time.perf_counter(), 0, 0, []
+    began, count, wrong, left = time.perf_counter(), 0, 0, []
     for name in options.families.split(","):
-        if time.perf_counter() - started > 60 * options.minutes:
+        if time.perf_counter() - began > 60 * options.minutes:
             left.append(name)
             continue
         try:

@@ -29,10 +29,11 @@ from autopar.passes.changes import costs
 from autopar.passes.complete_layouts import needs_change
 from autopar.passes.facts import Choice, Value, value
 from autopar.passes.layout import Axis, Layout, Mesh
-from autopar.passes.parameter_states import ParameterState, parameter_states
+from autopar.passes.parameter_states import ParameterState, Together, parameter_states
 from autopar.passes.price import local_bytes
 from autopar.passes.roles import Roles
 from autopar.passes.units import Units
+from autopar.runtime.buckets import CAP
 from autopar.solver.cost import adamw
 from autopar.solver.problem import (
     COMPUTE,
@@ -111,6 +112,7 @@ class _Pose:
     def __post_init__(self) -> None:
         self.plain = self.mesh.without_wires()
         self.microbatches = 1 if self.mesh.time is None else self.mesh.axes[self.mesh.time].size
+        self._together: dict[object, Together] = {}
         self._op_states: dict[object, OpStates] = {}
         self._seconds: dict[tuple[Value, tuple[Layout, ...], tuple[Layout, ...]], Array] = {}
 
@@ -122,6 +124,7 @@ class _Pose:
         times: Mapping[fx.Node, Choice],
         proposals: Mapping[fx.Node, Sequence[tuple[str, tuple[int, ...]]]],
     ) -> Posed:
+        self._together = _together(units, wirings)
         ops = tuple(self._ops(w, times, proposals) for w in wirings)
         shared, states = self._shared(units, wirings, ops)
         classes, hubs, parameters = [], [], []
@@ -232,7 +235,7 @@ class _Pose:
         if t.parameter:
             uses = tuple(dict.fromkeys(map(_made_of, layouts)))
             over = None if self.roles is None else tuple(self.roles.follow)
-            states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over))
+            states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over, self._together[t.value.dtype]))
             return Variable(name, "parameter", tuple(map(str, states)), self._held(t.value, states)), states
         if self.roles is not None:
             layouts = self.roles.shared(t.node, layouts)
@@ -417,6 +420,19 @@ def _as_read(uses: Sequence[Layout], wants: Sequence[Layout]) -> npt.NDArray[np.
         return use.dims == want.dims and all(a == b or (b == "P" and a in "RI") for a, b in pairs)
 
     return np.array([[fits(use, want) for want in wants] for use in uses])
+
+
+def _together(units: Units, wirings: Sequence[Wiring]) -> dict[object, Together]:
+    """By dtype, how parameters share the latencies of buckets: by bytes where they fill more than one."""
+    values = [value(n) for n in units.shared if n.op == "get_attr"]
+    for unit in units.units:
+        values += [t.value for t in wirings[unit.kind].own(parameters=True)]
+    found: dict[object, Together] = {}
+    for dtype in dict.fromkeys(v.dtype for v in values):
+        alike = [v for v in values if v.dtype == dtype]
+        full = sum(min(1.0, v.nbytes / CAP) for v in alike)
+        found[dtype] = Together(cap=CAP) if full >= 1 else Together(len(alike))
+    return found
 
 
 def returned_layout(output: str, v: Value, mesh: Mesh) -> Layout:

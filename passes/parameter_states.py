@@ -40,7 +40,8 @@ class Together:
 @dataclass(frozen=True)
 class ParameterState:
     """``entry``: as what the program takes it. Seconds: ``enter`` once a step from rest to entry, ``leave`` each time
-    that the gradient goes that way back, both with a part of the latencies (`Together`); ``again`` of every change from entry to use and back, in each microbatch."""
+    that the gradient goes that way back, both with a part of the latencies (`Together`); ``again`` of every change from
+    entry to use and back, in each microbatch."""
 
     rest: Layout
     use: Layout

@@ -81,7 +81,7 @@ def emitted(body: Body, found: Posed, assignment: Assignment, times: TimeChoices
 
 
 def latency(plan: Plan, body: Body) -> float:
-    """Seconds that the buckets of parameters take besides their bytes, which no parameter is priced with."""
+    """Seconds that the buckets of parameters take besides their bytes, of which parameters are priced with a part."""
     mesh = plan_mesh(plan)
     local = lower(with_changes(apply(plan, body.prepared)), 0, {a.name: a.name for a in mesh.axes})
     return entry_seconds(local, mesh, plan.microbatches, train=True)[0]
@@ -108,7 +108,8 @@ def test_a_problem_prices_what_the_program_does(
     plan = plan_from(body, found, assignment, times, poser(name).cluster)
     parts = predict(plan, body.prepared, poser(name).cluster).predicted.parts
     assert total[COMPUTE] == pytest.approx(parts["compute_s"] + parts["optimizer_s"], rel=2e-3)
-    assert total[HIDDEN] + latency(plan, body) == pytest.approx(parts["hidden_s"], rel=1e-9)
+    assert parts["hidden_s"] - latency(plan, body) <= total[HIDDEN] * (1 + 1e-9)
+    assert total[HIDDEN] <= parts["hidden_s"] * (1 + 1e-9)
     held = sum(parts[f"{kind}_bytes"] for kind in STATIC_BYTES)
     assert held <= total[STATIC] <= held + parts["inputs_bytes"]
     assert total[SAVED] == pytest.approx(parts["saved_bytes"], rel=0.04)

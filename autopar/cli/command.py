@@ -28,6 +28,8 @@ ISSUES = "Please report it with the lines above."
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code. Prints, never raises."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if sys.stdout is None:  # started with it closed
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     as_json = "--json" in words
     try:
         if not sys.warnoptions:

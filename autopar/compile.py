@@ -283,8 +283,13 @@ class Parallel(Placed):
 
     @property
     def search(self) -> Saved | None:
-        """What the solver went through for `plan`; None where the plan was pinned, given, or made by another rank."""
+        """What the solver went through for `plan`; None where the plan was given or made by another rank."""
         return self._first("search").search
+
+    @property
+    def captured(self) -> Capture:
+        """The captured graph that `plan` is for."""
+        return self._first("captured").captured
 
     def detailed_plan(self) -> Plan:
         """The plan with ``predicted.divided`` filled in, for which the program is emitted once more per axis."""

@@ -38,6 +38,7 @@ from autopar.wires import wire_of
 TARGET_GAP = 0.005
 ROUNDS = 4  # searches with ever less memory, until what the program holds besides fits too
 ALTERNATIVES = 3
+GLANCE = 0.02  # the gap at which a next-best plan is good enough
 MORE_NODES = (2, 4, 8, 16)
 SIDE_BYTES = 1.02  # of what did not fit, taken off the limit
 
@@ -106,11 +107,12 @@ class Solver:
         self.searched.append((limit, found))
         return found
 
-    def solve(self, candidate: Candidate, found: Found[Posed]) -> tuple[Posed, Answer]:
-        """One candidate in full, within the memory that a search had."""
+    def glance(self, candidate: Candidate, found: Found[Posed]) -> tuple[Posed, Answer]:
+        """A good plan of one candidate within the memory that a search had, not the best."""
         assert found.best is not None and found.best.problem is not None
         posed = self._pose(candidate, found.best.problem.problem.memory_limit)
-        return posed, self._solve(posed, inf)
+        with self.timed("next"):
+            return posed, solve(posed.problem, target_gap=GLANCE, ilp_columns=0, evaluation=self._evaluation(posed))
 
     def plan(self, posed: Posed, assignment: Assignment, *, predicted: bool = True) -> Plan:
         """The plan that an assignment amounts to, with predictions."""
@@ -319,7 +321,7 @@ def _others(solver: Solver, found: Found[Posed]) -> Iterator[tuple[Posed, Answer
     left_out = [o for o in found.outcomes if o.status in ("roofline", "dominated", "multipliers") and o.bound < inf]
     left_out.sort(key=lambda o: (o.bound, o.candidate.microbatches, len(o.candidate.mesh), o.candidate.mesh))
     for outcome in left_out[: max(0, ALTERNATIVES - len(solved_too))]:
-        yield solver.solve(outcome.candidate, found)
+        yield solver.glance(outcome.candidate, found)
 
 
 def _alternative(kind: Any, plan: Plan, change: str, why: str = "") -> Alternative:

@@ -17,6 +17,7 @@ from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins, resolve
 
 if TYPE_CHECKING:
+    from autopar.capture import Capture
     from autopar.cluster import Cluster
     from autopar.compile import Parallel
     from autopar.explain.why_not import Other
@@ -128,8 +129,8 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
     else:
         wanted = [Pins.parse(_pins(text)) for text in options.why_not]
         asked = Asked.of(options)
-        plan, error = _chosen(asked)
-        others = [_other(asked, pins) for pins in wanted]
+        plan, error, captured = _chosen(asked)
+        others = [_other(asked, pins, captured) for pins in wanted]
     page = explain(plan, (why_not(plan, others),))
     fits = False if error is not None else page.fits
     code = NO if fits is False else DONE
@@ -154,14 +155,15 @@ def _finished(options: argparse.Namespace) -> Plan:
     return Plan.load(options.model)
 
 
-def _chosen(asked: Asked) -> tuple[Plan, NothingFits | None]:
-    """The plan; where nothing fits the one that comes closest, and the error."""
+def _chosen(asked: Asked) -> tuple[Plan, NothingFits | None, Capture | None]:
+    """The plan and what it was made of; where nothing fits the plan that comes closest, and the error."""
     try:
-        return asked.compile(asked.pins).detailed_plan(), None
+        parallel = asked.compile(asked.pins)
+        return parallel.detailed_plan(), None, parallel.captured
     except NothingFits as error:
         if error.plan is None:
             raise
-        return error.plan, error
+        return error.plan, error, None
 
 
 def _pins(text: str) -> list[str]:
@@ -172,15 +174,18 @@ def _pins(text: str) -> list[str]:
     return words
 
 
-def _other(asked: Asked, pins: Pins) -> Other:
+def _other(asked: Asked, pins: Pins, captured: Capture | None) -> Other:
     """The plan with these pins before those of the command line, or why there is none."""
     from autopar.explain.why_not import Other
+    from autopar.planning import plan_training
 
     try:
         both: Mapping[str, str] = {**asked.pins.given(), **pins.given()}
         parsed = Pins.parse(both)
         _refuse(parsed, asked.cluster, asked.batch)
-        return Other(pins.text(), asked.compile(parsed).plan)
+        if captured is None or not captured.training:
+            return Other(pins.text(), asked.compile(parsed).plan)
+        return Other(pins.text(), plan_training(captured, parsed, asked.cluster, {}).plan)
     except NothingFits as error:
         return Other(pins.text(), error.plan, str(error), fits=False)
     except AutoparError as error:

@@ -26,7 +26,7 @@ SCOPE = {
     "copies": "every tensor is shared in at most one layout; its readers change that privately",
     "segments": "tensors are cut in parts only where splits and views of the model, or what arrives, propose it",
     "side": "masks, tables and ids are decided after the core, outside of the bound",
-    "prices": "seconds and bytes of closed formulas, by which plans are compared; equal layers may differ",
+    "prices": "closed formulas; weights that enter alike share latencies; 0.1 % of hidden seconds counts as exposed",
 }
 
 

@@ -51,6 +51,7 @@ def check(proof: Mapping[str, Any], saved: Saved | str | Path) -> list[str]:
     anew = _Check(records, saved.memory_limit)
     return [
         *_same_candidates(proof, records),
+        *_same_scope(proof, saved),
         *(line for entry, record in _pairs(proof, records) for line in _same_entry(entry, record)),
         *(line for record in saved.records for line in anew.bound(record)),
         *_choice(proof, saved),
@@ -90,6 +91,24 @@ def _same_candidates(proof: Mapping[str, Any], records: Mapping[str, Record]) ->
     for mesh in {mesh for mesh, _ in counts}:
         missing = {m for _, m in counts} - {m for other, m in counts if other == mesh}
         yield from (f"mesh {mesh}: {m} microbatches is not among the candidates" for m in sorted(missing))
+
+
+def _same_scope(proof: Mapping[str, Any], saved: Saved) -> Iterator[str]:
+    """The plan names the meshes, the microbatches and the memory that the file is of."""
+    scope = proof.get("scope")
+    given = scope if isinstance(scope, Mapping) else {}
+    candidates = [r.candidate for r in saved.records]
+    meshes = [[list(axis) for axis in mesh] for mesh in dict.fromkeys(c.mesh for c in candidates)]
+    for key, found in (("meshes", meshes), ("microbatches", sorted({c.microbatches for c in candidates}))):
+        if given.get(key) != found:
+            yield f"scope: other {key} in the plan than in the file"
+    memory = given.get("memory")
+    if isinstance(memory, Mapping):
+        limit, bound_for, within = (_float(memory.get(key)) for key in ("limit", "bound_for", "plan_within"))
+        if bound_for != saved.memory_limit:
+            yield f"scope: bounds for {bound_for:g} bytes in the plan, for {saved.memory_limit:g} in the file"
+        if max(limit, within) > bound_for:
+            yield f"scope: bounds for {bound_for:g} bytes are none for the {max(limit, within):g} that a plan may take"
 
 
 def _same_entry(entry: Mapping[str, Any], record: Record) -> Iterator[str]:

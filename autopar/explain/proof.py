@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from autopar.explain.page import Section
-from autopar.explain.quantities import seconds_text
+from autopar.explain.quantities import bytes_text, seconds_text
 from autopar.plan import Plan
 
 BY = {
@@ -40,11 +40,27 @@ def proof(plan: Plan) -> Section:
 
 
 def _scope(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    known = ("axes", "nesting", "copies", "side", "meshes", "microbatches", "generated", "dropped", "pruned")
+    known = (
+        "axes",
+        "pinned",
+        "nesting",
+        "copies",
+        "segments",
+        "side",
+        "prices",
+        "memory",
+        "meshes",
+        "microbatches",
+        "generated",
+        "dropped",
+        "pruned",
+    )
     for key in sorted(scope, key=lambda key: (known.index(key) if key in known else len(known), key)):
         value = scope[key]
         if key == "pruned" and isinstance(value, list):
             yield from _pruned(value)
+        elif key == "memory" and isinstance(value, Mapping):
+            yield key, _memory(value)
         elif key == "dropped" and isinstance(value, Mapping):
             dropped = ", ".join(f"{n} {why}" for why, n in sorted(value.items()))
             yield "dropped before solving", dropped or "none"
@@ -57,6 +73,15 @@ def _scope(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         elif key != "multipliers":  # for `autopar check --proof`, not for reading
             text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
             yield key, text if len(text) <= 200 else f"{text[:197]}..."
+
+
+def _memory(given: Mapping[str, Any]) -> str:
+    """For which bytes the bound holds, and within which the plan was looked for."""
+    limit, bound_for, within = (given.get(key) for key in ("limit", "bound_for", "plan_within"))
+    if not all(isinstance(n, (int, float)) for n in (limit, bound_for, within)):
+        return json.dumps(dict(given), sort_keys=True)
+    text = f"bounds hold for plans within {bytes_text(bound_for)} a rank"
+    return text if within == bound_for else f"{text}; the chosen one was looked for within {bytes_text(within)}"
 
 
 def _pruned(rows: list[Any]) -> Iterator[tuple[str, str]]:

@@ -236,3 +236,22 @@ def test_it_loads_what_was_saved(every, tmp_path):
     saved, _ = solved(every)
     save(tmp_path / "search.npz", saved)
     assert proof_of(load(tmp_path / "search.npz")) == proof_of(saved)
+
+
+@pytest.mark.parametrize("change", [{"meshes": []}, {"microbatches": [99]}])
+def test_a_changed_scope_is_found(every, change):
+    saved, _ = solved(every)
+    proof = plain(saved)
+    proof["scope"].update(change)
+    assert any(line.startswith("scope: other") for line in check(proof, saved))
+
+
+def test_a_bound_for_less_memory_is_found(every):
+    saved, _ = solved(every)
+    proof, limit = plain(saved), saved.memory_limit
+    proof["scope"]["memory"] = {"limit": limit, "bound_for": limit, "plan_within": limit}
+    assert check(proof, saved) == []
+    proof["scope"]["memory"]["limit"] = 2 * limit
+    assert any("are none for" in line for line in check(proof, saved))
+    proof["scope"]["memory"]["bound_for"] = 2 * limit
+    assert any("in the file" in line for line in check(proof, saved))

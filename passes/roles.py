@@ -179,12 +179,13 @@ def _rows(ops: Sequence[fx.Node], core: frozenset[fx.Node], held: object) -> dic
                     for f in dim.factors:
                         here[f] = here.get(f, False) or (d in rows.get(o, ()) if rank == 0 else rank == 2)
             origin = {**here, **origin}
+        made = not groups[0]  # a dim that no operand has: what an activation is repeated along is no row
         for r, named in zip(result_slots(op), found.results, strict=True):
             if r is not None and named is not None:
                 rows[r] = frozenset(
                     d
                     for d, dim in enumerate(named)
-                    if any(origin.get(f, True) for f in dim.factors) or (not dim.factors and value(r).shape[d] > 1)
+                    if any(origin.get(f, made) for f in dim.factors) or (not dim.factors and value(r).shape[d] > 1)
                 )
     return rows
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.build import prepare
 from autopar.capture import capture
@@ -13,7 +16,27 @@ from autopar.passes.roles import Limit, limits_of
 from autopar.passes.units import core_ops, cut_units
 from autopar.wiring import weights_of
 
-MODELS = {"gpt2": gpt2.make, "llama": llama.make, "mlp": mlp.make}
+
+class Grouped(nn.Module):
+    """Attention whose two key and value heads are repeated for four query heads, as transformers does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv, self.out = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q(x).view(-1, 6, 4, 4).transpose(1, 2)
+        k, v = self.kv(x).split(8, dim=-1)
+        k, v = (t.view(-1, 6, 2, 4).transpose(1, 2)[:, :, None].expand(-1, 2, 2, 6, 4) for t in (k, v))
+        y = F.scaled_dot_product_attention(q, k.reshape(-1, 4, 6, 4), v.reshape(-1, 4, 6, 4))
+        return self.out(y.transpose(1, 2).reshape(-1, 6, 16)).square().sum()
+
+
+def grouped() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Tensor]]:
+    return Grouped(), (torch.randn(2, 6, 16),), {}
+
+
+MODELS = {"gpt2": gpt2.make, "llama": llama.make, "mlp": mlp.make, "grouped": grouped}
 
 
 @cache
@@ -57,3 +80,8 @@ def test_ops_with_weights_are_obliged_and_rows_are_the_first_dims(name: str) -> 
 def test_heads_are_no_rows() -> None:
     for attention in limits("llama")["scaled_dot_product_attention"]:
         assert attention.results[0] == {0, 2}
+
+
+def test_what_heads_are_repeated_along_is_no_row() -> None:
+    (attention,) = limits("grouped")["scaled_dot_product_attention"]
+    assert attention.operands == ({0, 2},) * 3, "heads of queries, keys and values may be cut"

@@ -19,6 +19,7 @@ from autopar.build import Prepared, prepare
 from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
+from autopar.finalists import judged, uniform
 from autopar.pins import Pins, resolve
 from autopar.plan import Alternative, Plan
 from autopar.pose import Posed
@@ -73,6 +74,7 @@ class Solver:
         self.prepared = self.prepared or prepare(self.captured, 1)
         self.poser = Poser(self.prepared, self.cluster, self.pins.zero, self.pinned)
         self.seconds: dict[str, float] = {}
+        self.repeatable = True
         self.searched: list[tuple[float, Found[Posed]]] = []
         self._planned: list[tuple[Plan, Posed, Assignment]] = []
         self._posed: dict[Candidate, Posed] = {}
@@ -113,6 +115,15 @@ class Solver:
         posed = self._pose(candidate, found.best.problem.problem.memory_limit)
         with self.timed("next"):
             return posed, solve(posed.problem, target_gap=GLANCE, ilp_columns=0, evaluation=self._evaluation(posed))
+
+    def uniform(self, posed: Posed, cutoff: float) -> Iterator[Assignment]:
+        """Assignments that fit and may take less than ``cutoff`` seconds, each with one treatment of parameters."""
+        for problem in uniform(posed):
+            with self.timed("finalists"):
+                answer = solve(problem, target_gap=GLANCE, cutoff=cutoff, ilp_columns=0)
+            self.repeatable &= answer.deterministic
+            if answer.assignment is not None:
+                yield answer.assignment
 
     def plan(self, posed: Posed, assignment: Assignment, *, predicted: bool = True) -> Plan:
         """The plan that an assignment amounts to, with predictions."""
@@ -219,10 +230,11 @@ def solved(
     whether changes that fit are looked for where nothing does."""
     solver = Solver(captured, cluster, pins or Pins(), target_gap, prepared)
     found, plan, limit = _that_fits(solver, nearest)
+    plan = judged(solver, found, plan)
     chosen = solver.chosen(plan)
     given, first = within_limit(solver.searched, float(cluster.limit), chosen)
     saved = saved_search(first, given, chosen)
-    repeatable = all(f.deterministic for _, f in solver.searched)
+    repeatable = solver.repeatable and all(f.deterministic for _, f in solver.searched)
     plan = replace(
         plan,
         proof=proof(saved, first, float(cluster.limit), limit, solver.pins.text() if solver.pins.named() else ""),

@@ -88,7 +88,7 @@ def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster) -> Planne
 def _attempt(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared) -> Planned:
     from autopar.solve import solved
 
-    found = solved(captured, cluster, pins, prepared=prepared, nearest=False)
+    found = solved(captured, cluster, pins, prepared=prepared, nearest=False, target_gap=1e-4)
     return Planned(found.plan, found.prepared, found.saved())
 
 

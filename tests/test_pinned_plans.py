@@ -43,7 +43,6 @@ def collectives(local: Local) -> Counter[str]:
         "autopar::start_",
         "autopar::shard",
         "autopar::replicate",
-        "autopar::pad",
         "autopar::cross_entropy_sum_sh",
     )
     return Counter(name.removeprefix("autopar::") for name in names if name.startswith(moving))
@@ -66,10 +65,10 @@ def test_tensor_parallel_is_megatrons_pattern(factory: Factory, cluster: str) ->
     assert per_layer(factory, 2, {"tp": 2}, cluster) == {"start_all_reduce": 2, "replicate": 2}
 
 
-@pytest.mark.parametrize("cluster", ["h100", "local"])
-def test_along_the_sequence_all_reduces_fall_apart(cluster: str) -> None:
-    """A gather before attention and MLP, a reduce-scatter after them; backward the other way round."""
-    found = per_layer(gpt2.make, 2, {"tp": 2, "sp": True}, cluster)
+def test_along_the_sequence_all_reduces_fall_apart() -> None:
+    """A gather before attention and MLP, a reduce-scatter after them; backward the other way round. (Where figures say
+    that a reduce-scatter takes longer than an all-reduce, as between local ranks, the program has that and a slice.)"""
+    found = per_layer(gpt2.make, 2, {"tp": 2, "sp": True})
     assert found == {"start_all_gather": 2, "start_reduce_scatter": 2}
 
 

@@ -61,7 +61,7 @@ def _copied(local: Local, use: ParameterUse) -> bool:
     if use.fqn not in local.enter:
         return False
     ops = [n.target for n in local.enter[use.fqn].graph.nodes if n.op == "call_function"]
-    return any(op.overloadpacket.__name__ not in SAME_MEMORY for op in ops)  # type: ignore[union-attr]
+    return any(op.overloadpacket.__name__ not in SAME_MEMORY for op in ops)
 
 
 def _inputs(local: Local) -> int:

@@ -1,7 +1,7 @@
 """Who keeps what for backward: of every tensor, which ops that read it make autograd keep the copy they read.
 
-A view shares the storage of its operand, so it keeps its operand where anybody keeps the view: storages then count once,
-at the tensor that owns them.
+A view shares the storage of its operand, so it keeps its operand where anybody keeps the view: storages then count
+once, at the tensor that owns them.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class _Rows:
         self.shapes = [t.shape[:-1] for t in tables]
         flat = [t.reshape(-1, len(RESOURCES)) for t in tables]
         self.rows = np.concatenate(flat) if flat else np.zeros((0, len(RESOURCES)))
-        self.illegal = ~np.isfinite(self.rows).all(1)
+        self.illegal = np.asarray(~np.isfinite(self.rows).all(1))
         self.rows[self.illegal] = 0.0
         self.transient = self.rows[:, TRANSIENT].copy()
         self.starts = np.cumsum([0, *(len(t) for t in flat)])

@@ -122,7 +122,7 @@ def _down_bucket(
             message = np.full(tables[index].shape, np.inf)
             np.minimum.at(message, reads, without)
             down[index] = message
-    return rest
+    return np.asarray(rest)
 
 
 def _sorts(bucket: _Bucket, size: int) -> Index:

@@ -158,7 +158,7 @@ def _columns(evaluation: Evaluation, patterns: list[list[Pattern]]) -> Columns:
     states = []
     for v, size in enumerate(evaluation.sizes):
         free = v not in touched
-        legal = np.isfinite(evaluation.problem.shared[v].costs).all(1)
+        legal = np.asarray(np.isfinite(evaluation.problem.shared[v].costs).all(1))
         which = [s for s in sorted(range(size) if free else touched[v]) if legal[s]]
         states.append({s: model.add(high=1.0, integer=free) for s in which})
     return Columns(model, patterns, chosen, states, model.add(), model.add(cost=1.0))

@@ -67,9 +67,7 @@ def _proof(plan: Plan, path: str) -> list[Line]:
 
     entries = plan.proof.scope.get("pruned")
     if plan.proof.bound is None or not isinstance(entries, list):
-        raise AutoparError(
-            "--proof: the plan has no bound (it was not searched, or nothing fits). Leave --proof out."
-        )
+        raise AutoparError("--proof: the plan has no bound (it was not searched, or nothing fits). Leave --proof out.")
     differences = check(write(plan.proof), path)
     if differences:
         return [Line(False, text) for text in differences]

@@ -80,6 +80,7 @@ def _memory(given: Mapping[str, Any]) -> str:
     limit, bound_for, within = (given.get(key) for key in ("limit", "bound_for", "plan_within"))
     if not all(isinstance(n, (int, float)) for n in (limit, bound_for, within)):
         return json.dumps(dict(given), sort_keys=True)
+    assert bound_for is not None and within is not None
     text = f"bounds hold for plans within {bytes_text(bound_for)} a rank"
     return text if within == bound_for else f"{text}; the chosen one was looked for within {bytes_text(within)}"
 

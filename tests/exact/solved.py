@@ -17,8 +17,8 @@ from pathlib import Path
 
 from autopar.build import apply, choose
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, NothingFits
 from autopar.equality import FP64
+from autopar.errors import AutoparError, NothingFits
 from autopar.loading import ModelSpec
 from autopar.pins import Pins, divisors, resolve
 from autopar.plan import Plan

@@ -14,7 +14,7 @@ from autopar.capture import capture
 from autopar.cluster import Cluster
 from autopar.models import mlp, vit
 from autopar.passes.complete_layouts import complete_layouts, treat
-from autopar.passes.facts import KEY, fact, value
+from autopar.passes.facts import KEY, Choice, fact, value
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.split_prologue import copy_graph
 from autopar.passes.strategy import choices, strategy
@@ -93,6 +93,15 @@ def test_an_axis_used_in_two_ways_has_both_names() -> None:
     wide.meta[KEY] = replace(fact(wide), strategy=strategy(wide, mesh, [rows], (0,)))
     plan = planned(prepared, gm, mesh, rename=True)
     assert plan.axes[0].display == ("tp", "dp_replicate") and plan.axes[0].name == "tp"
+
+
+def test_an_axis_that_divides_no_op_is_idle() -> None:
+    prepared, mesh = prepared_of(mlp.make), axes(2)
+    gm = complete(prepared, mesh, ())
+    for node in ops_of(gm):
+        node.meta[KEY] = replace(fact(node), strategy=strategy(node, mesh, [Choice("I")], (0,)))
+    plan = planned(prepared, gm, mesh, rename=True)
+    assert plan.mesh == {"idle": 2} and plan.axes[0].name == "idle"
 
 
 def _cuts(node: Any, mesh: Mesh, choice: Any, operand: int) -> bool:

@@ -63,7 +63,7 @@ def layouts(plan: Plan) -> Section:
 
 
 def _note(plan: Plan) -> str:
-    return f"{legend(plan)} In: of the first operand (x, q, ids, logits)."
+    return f"{legend(plan)} In: of the first operand (x, q, ids, logits). S-1: the last dim."
 
 
 def in_and_out(plan: Plan, op: Op) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ def judged(solver: Solver, found: Found[Posed], plan: Plan) -> Plan:
     """The plan of least predicted time among that of the search and, where its program takes longer than its problem
     says, some whose parameters are all treated alike."""
     assert found.best is not None
-    best, took = plan, plan.predicted.step_time_s or 0.0
+    best, took, seen = plan, plan.predicted.step_time_s or 0.0, {found.best.answer.assignment}
     if took * (1 - solver.target_gap) <= found.best.seconds:
         return plan
     for outcome in (found.best, *found.alternatives[:OTHERS]):
@@ -43,6 +43,9 @@ def judged(solver: Solver, found: Found[Posed], plan: Plan) -> Plan:
             continue
         tried = [] if outcome is found.best else [outcome.answer.assignment]
         for assignment in itertools.chain(tried, solver.uniform(outcome.problem, took)):
+            if assignment in seen:
+                continue
+            seen.add(assignment)
             other = solver.plan(outcome.problem, assignment)
             seconds = other.predicted.step_time_s or 0.0
             if other.fits is not False and seconds < took:

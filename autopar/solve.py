@@ -31,9 +31,9 @@ from autopar.solver import lagrangian
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.file import Saved
 from autopar.solver.meshes import Mesh, meshes, microbatch_counts
-from autopar.solver.problem import Assignment, peak, totals
+from autopar.solver.problem import Assignment, Problem, peak, totals
 from autopar.solver.search import Candidate, Found, Quick, search
-from autopar.solver.solve import Answer, solve
+from autopar.solver.solve import ILP_COLUMNS, Answer, solve
 from autopar.wires import wire_of
 
 TARGET_GAP = 0.005
@@ -41,7 +41,6 @@ ROUNDS = 4  # searches with ever less memory, until what the program holds besid
 ALTERNATIVES = 3
 GLANCE = 0.02  # the gap at which a next-best plan is good enough
 MORE_NODES = (2, 4, 8, 16)
-SIDE_BYTES = 1.02  # of what did not fit, taken off the limit
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +78,7 @@ class Solver:
         self._planned: list[tuple[Plan, Posed, Assignment]] = []
         self._posed: dict[Candidate, Posed] = {}
         self._evaluations: dict[Posed, Evaluation] = {}
+        self._answers: dict[Posed, Answer] = {}
         self._floor = floor_of(self.poser.body(1), self.cluster)
 
     @property
@@ -94,19 +94,19 @@ class Solver:
             tried = meshes(self.cluster.ranks, spans, wire=lambda size, stride: wire_of(self.cluster, size, stride))
         return Candidates(tried, (count,) if count else tuple(microbatch_counts(rows)))
 
-    def search(self, limit: float) -> Found[Posed]:
-        """The best plan within ``limit`` bytes a rank."""
+    def search(self, limit: float, *, polish: bool = True) -> Found[Posed]:
+        """The best plan within ``limit`` bytes a rank. ``polish``: with integer programs where gaps are left."""
         found = search(
             self.candidates,
             quick_bound=lambda c: self._quick(c),
             pose=lambda c: self._pose(c, limit),
-            solve=lambda posed, cutoff: self._solve(posed, cutoff),
+            solve=lambda posed, cutoff: self._solve(posed, cutoff, polish),
             limit=limit,
             target_gap=self.target_gap,
             lower_bound=lambda posed, m: lagrangian.one_bound(self._evaluation(posed), m),
             free_bound=lambda posed, a: lagrangian.free_bound(self._evaluation(posed), a.multipliers),
         )
-        self.searched.append((limit, found))
+        self.searched = [pair for pair in self.searched if pair[0] != limit] + [(limit, found)]
         return found
 
     def glance(self, candidate: Candidate, found: Found[Posed]) -> tuple[Posed, Answer]:
@@ -139,6 +139,12 @@ class Solver:
         self._planned.append((plan, posed, assignment))
         return plan
 
+    def beside(self, plan: Plan) -> float:
+        """Bytes that the program of a plan with predictions has and its problem does not count."""
+        chosen = self.chosen(plan)
+        counted = float(peak(totals(chosen.problem, chosen.assignment)))
+        return (plan.predicted.peak_mem_gib or 0.0) * 2**30 - counted
+
     def chosen(self, plan: Plan) -> Chosen:
         """What a plan with predictions was made of."""
         posed, assignment = next((p, a) for made, p, a in self._planned if made is plan)
@@ -164,10 +170,20 @@ class Solver:
             self._posed[candidate] = posed = replace(posed, problem=replace(posed.problem, memory_limit=limit))
         return posed
 
-    def _solve(self, posed: Posed, cutoff: float) -> Answer:
-        evaluation = self._evaluation(posed)
+    def _solve(self, posed: Posed, cutoff: float, polish: bool) -> Answer:
+        known = self._answers.get(posed)
+        if known is not None and _is_enough(known, posed.problem, self.target_gap / 2, cutoff):
+            return known
+        evaluation, columns = self._evaluation(posed), ILP_COLUMNS if polish else 0
         with self.timed("solve"):
-            return solve(posed.problem, target_gap=self.target_gap / 2, cutoff=cutoff, evaluation=evaluation)
+            self._answers[posed] = solve(
+                posed.problem,
+                target_gap=self.target_gap / 2,
+                cutoff=cutoff,
+                ilp_columns=columns,
+                evaluation=evaluation,
+            )
+        return self._answers[posed]
 
     def _evaluation(self, posed: Posed) -> Evaluation:
         if posed not in self._evaluations:
@@ -177,6 +193,13 @@ class Solver:
 
     def timed(self, what: str) -> Any:
         return _Clock(self.seconds, what)
+
+
+def _is_enough(answer: Answer, problem: Problem, gap: float, cutoff: float) -> bool:
+    """Whether solving a problem again would say no more."""
+    if answer.assignment is not None:
+        return (answer.gap or 0.0) <= gap or answer.bound >= cutoff
+    return answer.bound >= cutoff or answer.least_bound > problem.memory_limit
 
 
 @dataclass
@@ -250,16 +273,13 @@ def _that_fits(solver: Solver, nearest: bool) -> tuple[Found[Posed], Plan, float
     A problem's bytes are not the program's: it knows nothing of inputs and masks, and may count a shared tensor twice.
     So what a plan has too much is taken off the limit, and where nothing is found the leanest plan is looked at."""
     limit = float(solver.cluster.limit)
-    for _ in range(ROUNDS):
-        with solver.timed("search"):
-            found = solver.search(limit)
-        if found.best is None:
+    for attempt in range(ROUNDS):
+        found, plan = _within(solver, limit, polish=attempt == 0)
+        if plan is None:
             break
-        assert found.best.problem is not None
-        plan = solver.plan(found.best.problem, found.best.answer.assignment)
         if plan.fits is not False:
-            return found, plan, limit
-        limit -= SIDE_BYTES * _over(plan)
+            return (found, plan, limit) if attempt == 0 else _polished(solver, found, plan, limit)
+        limit = min(limit - 1, float(solver.cluster.limit) - solver.beside(plan))
     if found.least is None:
         found = solver.search(1.0)  # a byte, for the leanest of all
     least = _leanest(solver, found)
@@ -275,11 +295,7 @@ def _between(solver: Solver, low: float, high: float, least: Plan) -> tuple[Foun
     best = None
     for attempt in range(ROUNDS):
         limit = low if attempt == 0 else (low + high) / 2
-        with solver.timed("search"):
-            found = solver.search(limit)
-        plan = None
-        if found.best is not None and found.best.problem is not None:
-            plan = solver.plan(found.best.problem, found.best.answer.assignment)
+        found, plan = _within(solver, limit, polish=False)
         if plan is not None and (plan.fits is not False or attempt == 0):
             best = found, plan if plan.fits is not False else least, limit
             low = limit
@@ -288,12 +304,25 @@ def _between(solver: Solver, low: float, high: float, least: Plan) -> tuple[Foun
         if high <= low:
             break
     assert best is not None
-    return best
+    return _polished(solver, *best)
 
 
-def _over(plan: Plan) -> float:
-    """Bytes that a plan has too much."""
-    return (plan.predicted.peak_mem_gib or 0.0) * 2**30 - plan.predicted.parts["memory_limit_bytes"]
+def _within(solver: Solver, limit: float, *, polish: bool) -> tuple[Found[Posed], Plan | None]:
+    """The search within so many bytes, and the plan that it found."""
+    with solver.timed("search"):
+        found = solver.search(limit, polish=polish)
+    if found.best is None or found.best.problem is None:
+        return found, None
+    return found, solver.plan(found.best.problem, found.best.answer.assignment)
+
+
+def _polished(solver: Solver, found: Found[Posed], plan: Plan, limit: float) -> tuple[Found[Posed], Plan, float]:
+    """The search again with integer programs; its plan where that fits and is faster."""
+    again, other = _within(solver, limit, polish=True)
+    if again.best is None:
+        return found, plan, limit
+    faster = other is not None and (other.predicted.step_time_s or 0.0) < (plan.predicted.step_time_s or 0.0)
+    return again, other if other is not None and faster and other.fits is not False else plan, limit
 
 
 def _leanest(solver: Solver, found: Found[Posed]) -> Plan | None:

@@ -24,7 +24,7 @@ import numpy as np
 
 from autopar.solver.problem import Array, Index
 
-TABLE_LIMIT = 4_000_000
+TABLE_LIMIT = 400_000
 """Entries of the largest table that elimination writes (8 bytes each)."""
 CHUNK = 1 << 16
 """Entries that are added up at a time: 512 KiB, so that they stay in the cache."""

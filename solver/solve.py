@@ -32,9 +32,9 @@ from autopar.solver.marginals import below, state_bounds
 from autopar.solver.master import mix
 from autopar.solver.problem import Assignment, Problem, peak, seconds, totals
 
-ILP_COLUMNS = 10_000
-"""Columns up to which the integer program over states is tried (a few seconds)."""
-ILP_WORK = 400_000
+ILP_COLUMNS = 2_500
+"""Columns up to which the integer program over states is tried (seconds)."""
+ILP_WORK = 200_000
 """Columns times branch-and-bound nodes of that program at most."""
 SHARES = (0.3, 0.6, 1.0)
 """Of the gap: states with bounds up to there are looked at, one share after the other."""

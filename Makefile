@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-slice exact-layouts exact-families exact-solved clean
+.PHONY: demo test lint format exact exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-slice exact-layouts exact-solved exact-families  ## every large table
+exact: exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families  ## every large table
 
 # torchvision stays out of .venv: its released build needs a CUDA torch, and transformers would import it unasked.
 build/torchvision: $(READY)
@@ -40,6 +40,12 @@ exact-layouts: $(READY)  ## 500 random complete layouts of four models, 50 of th
 
 exact-solved: build/torchvision  ## the solver's own plans, memory loose to just enough, and 200 rivals (at most 4 hours)
 	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/solved_on_ranks.py
+
+exact-small: $(READY)  ## the solver's plans of small models, all ranks in one process (at most 2 hours)
+	$(BIN)/python tests/exact/solved.py
+
+exact-predicted: build/torchvision  ## predicted bytes against those of real steps (at most 90 minutes)
+	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/predicted.py
 
 exact-families: $(READY)  ## the solver's plans of 16 model families against one process (at most 60 minutes)
 	$(BIN)/python tests/exact/families.py --minutes 55

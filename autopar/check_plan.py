@@ -13,7 +13,7 @@ from autopar.schema import fail, nearest
 if TYPE_CHECKING:
     from autopar.plan import Op, Plan
 
-DISPLAY_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")  # torchtitan's
+DISPLAY_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "idle")  # torchtitan's; of an axis without work
 ROUNDING = 1e-6  # what a bound may be above the objective that it meets
 WIRES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
 WORD = re.compile(r"[RIP]|S(\d+)(\(\d+(\+\d+)*\))?(@\d+)?")  # passes.layout.Layout, without importing torch

@@ -171,7 +171,7 @@ COMMANDS = {
     "no model": ("verify --ranks 2", "verify: MODEL is required"),
     "no ranks at all": (f"verify {MLP} --ranks 0", "ranks: 0 is not a number of ranks"),
     "negative ranks": (f"verify {MLP} --ranks -2", "ranks: -2 is not a number of ranks"),
-    "a batch of nothing": (f"verify {MLP} --ranks 2 --batch 0", "batch: 0 is not a number of rows"),
+    "a batch of nothing": (f"verify {MLP} --ranks 2 --batch 0", "global_batch: is 0"),
     # pins
     "a misspelt pin": (f"verify {MLP} --ranks 2 --pin zreo=3", "unknown key 'zreo', did you mean 'zero'?"),
     "a pin without value": (f"verify {MLP} --ranks 2 --pin tp", "pin 'tp': is not KEY=VALUE"),
@@ -191,11 +191,11 @@ COMMANDS = {
     ),
     "degrees that leave ranks over": (f"verify {MLP} --ranks 4 --pin dp=2", "makes 2 ranks, there are 4"),
     "a batch that dp does not divide": (
-        f"verify {MLP} --ranks 4 --batch 6",
+        f"verify {MLP} --ranks 4 --batch 6 --pin dp=4",
         "dp=4 does not divide the batch of 6 rows",
     ),
     "too many microbatches": (
-        f"verify {MLP} --ranks 2 --batch 4 --pin microbatches=3",
+        f"verify {MLP} --ranks 2 --batch 4 --pin microbatches=3 --pin dp=2",
         "needs a batch of at least 6 rows, it has 4. Legal: microbatches=1 to 2",
     ),
     # models

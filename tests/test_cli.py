@@ -81,7 +81,7 @@ def compiled(monkeypatch):
         answer = found.answers.get(options["pins"].text(), plan)
         if isinstance(answer, BaseException):
             raise answer
-        return types.SimpleNamespace(detailed_plan=lambda: answer, plan=answer, search=found.search)
+        return types.SimpleNamespace(detailed_plan=lambda: answer, plan=answer, search=found.search, captured=None)
 
     monkeypatch.setitem(vars(autopar), "compile", compile)
     return found

@@ -1,8 +1,8 @@
 """What each axis of a finished plan is called: predicates on what its ops do (``docs/design.md`` section 7).
 
 An axis that cuts the batch is data parallelism, ``dp_shard`` where a parameter rests in pieces over it that is used
-whole, else ``dp_replicate``; one that cuts the sequence of an attention is ``cp``; any other is ``tp``, and ``idle`` where
-it divides no op. An axis used in several ways has all their names, those with the most FLOPs first.
+whole, else ``dp_replicate``; one that cuts the sequence of an attention is ``cp``; any other is ``tp``, and ``idle``
+where it divides no op. An axis used in several ways has all their names, those with the most FLOPs first.
 """
 
 from __future__ import annotations

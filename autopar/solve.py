@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import Any, NoReturn
 
+from autopar.at_work import at_work, divided
 from autopar.bounds import floor_of
 from autopar.build import Prepared, prepare
 from autopar.capture import Capture
@@ -39,6 +40,9 @@ from autopar.wires import wire_of
 TARGET_GAP = 0.005
 ROUNDS = 4  # searches with ever less memory, until what the program holds besides fits too
 ALTERNATIVES = 3
+REPEATED = (
+    "ranks that all do the same would be faster, of use to nobody: the bound is theirs, the plan shares the work out"
+)
 GLANCE = 0.02  # the gap at which a next-best plan is good enough
 MORE_NODES = (2, 4, 8, 16)
 
@@ -125,6 +129,16 @@ class Solver:
             if answer.assignment is not None:
                 yield answer.assignment
 
+    def working(self, candidate: Candidate, limit: float) -> Plan | None:
+        """A good plan of a candidate whose ranks share out the work; None where there is none within ``limit``."""
+        if isinstance(self.poser.times(candidate.microbatches), str):
+            return None
+        posed = self._pose(candidate, limit)
+        with self.timed("finalists"):
+            answer = solve(divided(posed), target_gap=GLANCE, ilp_columns=0)
+        self.repeatable &= answer.deterministic
+        return None if answer.assignment is None else self.plan(posed, answer.assignment)
+
     def plan(self, posed: Posed, assignment: Assignment, *, predicted: bool = True) -> Plan:
         """The plan that an assignment amounts to, with predictions."""
         count = 1 if posed.mesh.time is None else posed.mesh.axes[posed.mesh.time].size
@@ -145,9 +159,13 @@ class Solver:
         counted = float(peak(totals(chosen.problem, chosen.assignment)))
         return (plan.predicted.peak_mem_gib or 0.0) * 2**30 - counted
 
-    def chosen(self, plan: Plan) -> Chosen:
+    def made_of(self, plan: Plan) -> tuple[Posed, Assignment]:
         """What a plan with predictions was made of."""
-        posed, assignment = next((p, a) for made, p, a in self._planned if made is plan)
+        return next((p, a) for made, p, a in self._planned if made is plan)
+
+    def chosen(self, plan: Plan) -> Chosen:
+        """The same with its candidate."""
+        posed, assignment = self.made_of(plan)
         candidate = next(c for c, p in self._posed.items() if p.mesh is posed.mesh)
         return Chosen(candidate, posed.problem, assignment)
 
@@ -253,14 +271,18 @@ def solved(
     whether changes that fit are looked for where nothing does."""
     solver = Solver(captured, cluster, pins or Pins(), target_gap, prepared)
     found, plan, limit = _that_fits(solver, nearest)
-    plan = judged(solver, found, plan)
+    fastest = judged(solver, found, plan)
+    plan = at_work(solver, fastest, limit)
     chosen = solver.chosen(plan)
     given, first = within_limit(solver.searched, float(cluster.limit), chosen)
     saved = saved_search(first, given, chosen)
     repeatable = solver.repeatable and all(f.deterministic for _, f in solver.searched)
+    made = proof(saved, first, float(cluster.limit), limit, solver.pins.text() if solver.pins.named() else "")
+    if plan is not fastest:
+        made = replace(made, scope={**made.scope, "repeated": REPEATED})
     plan = replace(
         plan,
-        proof=proof(saved, first, float(cluster.limit), limit, solver.pins.text() if solver.pins.named() else ""),
+        proof=made,
         alternatives=_next(solver, found, plan),
         deterministic=repeatable,
     )

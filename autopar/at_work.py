@@ -1,0 +1,79 @@
+"""Plans in which ranks share out the work, for models so small that repeating it on every rank would be faster.
+
+Where latencies are more than all the work, the fastest plan lets every rank do the same. It is exact, and of no use to
+anyone who asked for several ranks. So where an axis takes less than half of the FLOPs off a rank that it could, each
+mesh's problem is solved again with every op that has FLOPs divided by all axes, where it can be, and the fastest of
+those plans is taken. Its assignment is one of the whole problem's: the bound stays that of the whole problem, and the
+gap says what sharing the work costs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from autopar.passes.divide_work import flops
+from autopar.passes.roles import DIVIDE
+from autopar.pose import Posed
+from autopar.solver.problem import EXPOSED, Assignment, Problem, Variable
+from autopar.solver.search import Candidate
+
+if TYPE_CHECKING:
+    from autopar.plan import Plan
+    from autopar.solve import Solver
+
+HALF = 0.5  # of the FLOPs that an axis could divide
+
+
+def at_work(solver: Solver, plan: Plan, limit: float) -> Plan:
+    """The plan, or where an axis of it hardly divides work, the fastest that fits of those that do."""
+    posed, assignment = solver.made_of(plan)
+    if solver.pinned is not None or all(share >= HALF for share in shares(posed, assignment)):
+        return plan
+    best, took = plan, inf
+    for mesh in solver.candidates.meshes:
+        for count in dict.fromkeys((solver.pins.microbatches or 1, plan.microbatches)):
+            other = solver.working(Candidate(mesh, count), limit)
+            seconds = inf if other is None else other.predicted.step_time_s or 0.0
+            if other is not None and other.fits is not False and seconds < took:
+                best, took = other, seconds
+    return best
+
+
+def shares(posed: Posed, assignment: Assignment) -> list[float]:
+    """Of each axis of ranks, the share of the model's FLOPs in ops that it divides; 1 where the model has none."""
+    every, divided = 0.0, [0.0] * len(posed.mesh.space)
+    for unit, states in zip(posed.units.units, assignment.units, strict=True):
+        for op, options, state in zip(unit.ops, posed.ops[unit.kind], states, strict=False):
+            work = flops(op)
+            every += work
+            for i, axis in enumerate(posed.mesh.space):
+                if options.strategies[state].choices[axis].kind in DIVIDE:
+                    divided[i] += work
+    return [part / every if every else 1.0 for part in divided]
+
+
+def divided(posed: Posed) -> Problem:
+    """The problem with all ops that have FLOPs divided by every axis, where they can be: the same variables and states,
+    but others illegal."""
+    classes = []
+    for kind, first, options in zip(posed.problem.classes, posed.units.first, posed.ops, strict=True):
+        variables = list(kind.variables)
+        for i, (op, states) in enumerate(zip(posed.units.units[first].ops, options, strict=True)):
+            if not flops(op):
+                continue
+            kept = np.array([all(s.choices[a].kind in DIVIDE for a in posed.mesh.space) for s in states.strategies])
+            if kept.any():
+                variables[i] = _only(variables[i], kept)
+        classes.append(replace(kind, variables=tuple(variables)))
+    return replace(posed.problem, classes=tuple(classes))
+
+
+def _only(variable: Variable, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Variable:
+    assert variable.kind == "op"
+    costs = variable.costs.copy()
+    costs[~kept, EXPOSED] = np.inf
+    return replace(variable, costs=costs)

@@ -17,7 +17,7 @@ from autopar.verify import VerifyResult, verify_many
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("G*.py"))
-SUPPORTED = {"dp", "tp", "zero", "microbatches"}
+SUPPORTED = {"dp", "tp", "sp", "zero", "microbatches"}
 REAL = {2: ("G01", "G26"), 4: ("G05", "G39")}  # ranks -> the cases that run on them too
 
 

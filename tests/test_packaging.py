@@ -26,7 +26,9 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sources() -> set[str]:
     """Every Python file of the package, by the path under which it is imported."""
-    return {str(p.relative_to(ROOT)) for p in (ROOT / "autopar").glob("*.py")} | {
+    package = ROOT / "autopar"
+    own = [*package.glob("*.py"), *(p for p in package.glob("*/*.py") if not p.parent.is_symlink())]
+    return {str(p.relative_to(ROOT)) for p in own} | {
         f"autopar/{p.relative_to(ROOT)}" for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")
     }
 

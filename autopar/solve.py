@@ -113,6 +113,13 @@ class Solver:
         self.searched = [pair for pair in self.searched if pair[0] != limit] + [(limit, found)]
         return found
 
+    def one(self, candidate: Candidate, limit: float) -> tuple[Posed, Answer]:
+        """One candidate solved by itself, within ``limit`` bytes a rank. Its microbatches must be legal."""
+        times = self.poser.times(candidate.microbatches)
+        assert not isinstance(times, str), times
+        posed = self._pose(candidate, limit)
+        return posed, self._solve(posed, inf, True)
+
     def glance(self, candidate: Candidate, found: Found[Posed]) -> tuple[Posed, Answer]:
         """A good plan of one candidate within the memory that a search had, not the best."""
         assert found.best is not None and found.best.problem is not None

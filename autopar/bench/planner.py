@@ -17,13 +17,16 @@ from autopar.errors import AutoparError
 
 @dataclass(frozen=True)
 class Case:
-    """``target`` and ``options`` as on the command line; ``batch``: rows of the global batch."""
+    """``target`` and ``options`` as on the command line; ``batch``: rows of the global batch. ``mesh``: only this one,
+    of axes (size, stride), with ``microbatches``."""
 
     target: str
     cluster: str
     nodes: int
     batch: int
     options: dict[str, Any] = field(default_factory=dict)
+    mesh: tuple[tuple[int, int], ...] = ()
+    microbatches: int = 1
 
 
 HF = "tests/exact/hf.py"  # needs transformers; run from a clone
@@ -36,6 +39,9 @@ CASES = {
     "hf llama-3-8b on 1 node": Case(f"{HF}:llama", "h100-dgx", 1, 64),
     "hf llama-3-8b on 8 nodes": Case(f"{HF}:llama", "h100-dgx", 8, 512),
     "hf llama-3-8b on 32 nodes": Case(f"{HF}:llama", "h100-dgx", 32, 1024),
+    "hf llama-3-8b on a mesh of 32 x 8": Case(
+        f"{HF}:llama", "h100-dgx", 32, 1024, mesh=((32, 8), (8, 1)), microbatches=4
+    ),
 }
 
 
@@ -58,7 +64,7 @@ def planner(cases: Sequence[str]) -> Iterator[tuple[str, dict[str, Figure]]]:
 
 def _answer(connection: Any, case: Case) -> None:
     try:
-        connection.send(_measure(case))
+        connection.send(_one_mesh(case) if case.mesh else _measure(case))
     except AutoparError as error:
         connection.send({"error": str(error)})
 
@@ -84,9 +90,7 @@ def _measure(case: Case) -> dict[str, Figure]:
     figures: dict[str, Figure] = {"total_s": total, "build_s": built}
     figures |= {f"{phase}_s": seconds for phase, seconds in plan.timings.items()}
     figures["cpu_s"] = time.process_time()
-    figures["rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
-        1 << (20 if sys.platform != "darwin" else 30)
-    )
+    figures["rss_gib"] = _rss()
     figures["strategies"] = scope.get("generated")
     figures["mesh"] = "x".join(f"{k}={v}" for k, v in plan.mesh.items())
     figures["microbatches"] = plan.microbatches
@@ -94,3 +98,41 @@ def _measure(case: Case) -> dict[str, Figure]:
     figures["peak_gib"] = plan.predicted.peak_mem_gib
     figures["gap"] = plan.proof.gap if plan.proof.gap is None or math.isfinite(plan.proof.gap) else None
     return figures
+
+
+def _one_mesh(case: Case) -> dict[str, Figure]:
+    """The best per-op layouts of one mesh and one number of microbatches, from a capture on."""
+    from autopar.build import prepare
+    from autopar.capture import capture
+    from autopar.cluster import Cluster
+    from autopar.loading import ModelSpec
+    from autopar.pins import Pins
+    from autopar.solve import Solver
+    from autopar.solver.search import Candidate
+
+    cluster, clock = Cluster.load(case.cluster, case.nodes), [time.perf_counter()]
+    loaded = ModelSpec(case.target, case.options).load()
+    captured = capture(
+        loaded.model.train(), loaded.args, loaded.kwargs, check=False, loss=loaded.loss, global_batch=case.batch
+    )
+    clock.append(time.perf_counter())
+    worked = time.process_time()
+    solver = Solver(captured, cluster, Pins(microbatches=case.microbatches), prepared=prepare(captured, 1))
+    clock.append(time.perf_counter())
+    posed, answer = solver.one(Candidate(case.mesh, case.microbatches), float(cluster.limit))
+    clock.append(time.perf_counter())
+    return {
+        "capture_s": clock[1] - clock[0],
+        "prepare_s": clock[2] - clock[1],
+        "pose_and_solve_s": clock[3] - clock[2],
+        "after_capture_s": clock[3] - clock[1],
+        "after_capture_cpu_s": time.process_time() - worked,
+        "rss_gib": _rss(),
+        "strategies": posed.problem.counts.get("generated"),
+        "step_s": answer.objective,
+        "gap": answer.gap,
+    }
+
+
+def _rss() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << (20 if sys.platform != "darwin" else 30))

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from autopar.build import Prepared, apply, choose, choose_along, plan_mesh, prepare
 from autopar.capture import Capture, capture
+from autopar.choosing.plan_training import Planned, plan_training, solves
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.passes.layout import Layout
@@ -25,7 +26,6 @@ from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins, ResolvedPins, resolve
 from autopar.placed import Placed
 from autopar.plan import Plan, loads
-from autopar.planning import Planned, plan_training, solves
 from autopar.predict import predict
 from autopar.rests import resting, rests_of
 from autopar.runtime.agree import agree

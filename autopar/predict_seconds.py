@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
+from autopar.choosing.wiring import weights_of
 from autopar.cluster import Chip
 from autopar.passes.changes import Step, path, price
 from autopar.passes.completion import is_op
@@ -27,7 +28,6 @@ from autopar.passes.strategy import strategy
 from autopar.plan import Plan
 from autopar.runtime.buckets import buckets
 from autopar.solver.cost import roofline
-from autopar.wiring import weights_of
 
 FORWARDS = {"use": 2}  # how often a parameter gathered at each use is: autograd lets go of it, backward gathers again
 

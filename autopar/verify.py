@@ -28,6 +28,7 @@ from torch import Tensor, fx, nn
 
 from autopar.build import Prepared, apply, plan_mesh, prepare
 from autopar.capture import Capture, capture, double, run_graph, to_float64
+from autopar.choosing.plan_training import plan_training
 from autopar.cluster import Cluster
 from autopar.divided import divided
 from autopar.equality import FP32, FP64, Difference, Doubt, Run, distances, farthest_by_kind, judge
@@ -38,7 +39,6 @@ from autopar.loading import LoadedModel, ModelSpec
 from autopar.passes.lower import lower, with_changes
 from autopar.pins import Pins
 from autopar.plan import Plan, Share, loads
-from autopar.planning import plan_training
 from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from autopar.build import Prepared
 from autopar.capture import Capture
+from autopar.choosing.solve import solved
 from autopar.cluster import Cluster
 from autopar.errors import NothingFits
 from autopar.pins import Pins
 from autopar.plan import Plan
-from autopar.solve import solved
 
 GIB = 2**30
 TINY = 0.02  # of what a plan without a limit takes: under what any plan needs

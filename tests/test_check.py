@@ -85,9 +85,9 @@ def test_figures_are_compared_up_to_rounding():
 
 def test_the_proof_of_a_solved_model(tmp_path, capsys):
     from autopar.capture import capture
+    from autopar.choosing.solve import solved
     from autopar.cluster import Cluster
     from autopar.models import mlp
-    from autopar.solve import solved
 
     model, args, kwargs = mlp.make()
     found = solved(capture(model, args, kwargs, check=False), Cluster.local(ranks=4))

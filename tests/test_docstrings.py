@@ -14,7 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def modules() -> list[str]:
     """Modules of the package that have an example, by name."""
     files = sorted(
-        [*(ROOT / "autopar").glob("*.py"), *(ROOT / "autopar" / "explain").glob("*.py")]
+        [*(ROOT / "autopar").glob("*.py")]
+        + [p for own in ("bench", "choosing", "cli", "explain") for p in (ROOT / "autopar" / own).glob("*.py")]
         + [p for folder in ("models", "passes", "runtime", "solver") for p in (ROOT / folder).rglob("*.py")]
     )
     names = []

@@ -9,6 +9,7 @@ import pytest
 
 from autopar.build import Prepared, choose, prepare
 from autopar.capture import Capture, capture
+from autopar.choosing.solve import Solved, solved
 from autopar.cli import main
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
@@ -16,7 +17,6 @@ from autopar.models import gpt2, mlp
 from autopar.pins import Pins, divisors, resolve
 from autopar.plan import Plan
 from autopar.predict import predict
-from autopar.solve import Solved, solved
 from autopar.solver.file import save
 
 MODELS: dict[str, Any] = {"gpt2": gpt2.make, "mlp": mlp.make}

@@ -12,13 +12,13 @@ from torch import fx, nn
 
 from autopar.build import Prepared, apply
 from autopar.capture import capture
+from autopar.choosing.plan_training import plan_training
 from autopar.divided import divided
 from autopar.errors import AutoparError
 from autopar.models import gpt2, llama, mlp, vit
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins
 from autopar.plan import Plan
-from autopar.planning import plan_training
 from tests.limits import figures
 
 aten = torch.ops.aten

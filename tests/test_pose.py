@@ -9,26 +9,26 @@ import numpy as np
 import pytest
 from torch import fx
 
-from autopar.bounds import floor_of
 from autopar.build import apply, plan_mesh, prepare
 from autopar.capture import capture
+from autopar.choosing.bounds import floor_of
+from autopar.choosing.inside import seconds_inside
+from autopar.choosing.pose import UNHIDDEN, Posed
+from autopar.choosing.poser import Body, Poser
+from autopar.choosing.readback import completed, plan_from
+from autopar.choosing.wiring import weights_of
 from autopar.cluster import Cluster
-from autopar.inside import seconds_inside
 from autopar.passes.changes import price
 from autopar.passes.facts import value
 from autopar.passes.follow_time import TimeChoices
 from autopar.passes.insert_changes import change, insert_changes
 from autopar.passes.lower import lower, with_changes
 from autopar.plan import Plan
-from autopar.pose import UNHIDDEN, Posed
-from autopar.poser import Body, Poser
 from autopar.predict import predict
 from autopar.predict_seconds import entry_seconds
-from autopar.readback import completed, plan_from
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.lagrangian import least_memory
 from autopar.solver.problem import COMPUTE, EXPOSED, HIDDEN, SAVED, STATIC, Assignment, totals
-from autopar.wiring import weights_of
 
 ONE, TWO = ((4, 1),), ((2, 2), (2, 1))
 STATIC_BYTES = ("parameters", "gradients", "optimizer", "gathered_step", "accumulator")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from autopar.build import apply, prepare
+from autopar.choosing.solve import Solver, solve_plan, solved
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins
 from autopar.plan import loads
-from autopar.solve import Solver, solve_plan, solved
 
 
 @cache

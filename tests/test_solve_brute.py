@@ -1,6 +1,6 @@
 """Every plan of a tiny model, one by one, against the solver: nothing that the rules allow is faster than its plan.
 
-Nothing of `autopar.pose` is used to make or price the plans: strategies come from the rules, a graph from each
+Nothing of `autopar.choosing.pose` is used to make or price the plans: strategies come from the rules, a graph from each
 combination of them, seconds and bytes from `predict`. What parameters cost is added up per parameter, since it does not
 depend on what else a plan does.
 """
@@ -17,9 +17,10 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 
-from autopar import op_states, pose
 from autopar.build import Prepared, prepare
 from autopar.capture import Capture, capture
+from autopar.choosing import op_states, pose
+from autopar.choosing.solve import Solved, solved
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes.complete_layouts import needs_change, resting, treat
@@ -33,7 +34,6 @@ from autopar.passes.strategy import choices, strategy
 from autopar.pins import Pins
 from autopar.plan import Plan
 from autopar.predict import predict
-from autopar.solve import Solved, solved
 from autopar.solver.problem import peak, totals
 from autopar.wires import wire_of
 from autopar.write_plan import plan_of

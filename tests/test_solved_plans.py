@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 
+from autopar.choosing.plan_training import plan_training
 from autopar.cluster import Cluster
 from autopar.errors import NothingFits
 from autopar.loading import ModelSpec
 from autopar.pins import Pins
 from autopar.plan import Plan
-from autopar.planning import plan_training
 from autopar.runtime.pool import RankPool
 from autopar.verify import Subject, VerifyResult, verify_many
 

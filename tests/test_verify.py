@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.choosing.plan_training import Planned, plan_training
 from autopar.cluster import Cluster
 from autopar.equality import Run
 from autopar.errors import AutoparError, NothingFits
 from autopar.loading import ModelSpec
 from autopar.pins import Pins
-from autopar.planning import Planned, plan_training
 from autopar.schema import write
 from autopar.verify import Subject, VerifyResult, run_plan, verify, verify_many
 

@@ -104,10 +104,10 @@ def _one_mesh(case: Case) -> dict[str, Figure]:
     """The best per-op layouts of one mesh and one number of microbatches, from a capture on."""
     from autopar.build import prepare
     from autopar.capture import capture
+    from autopar.choosing.solve import Solver
     from autopar.cluster import Cluster
     from autopar.loading import ModelSpec
     from autopar.pins import Pins
-    from autopar.solve import Solver
     from autopar.solver.search import Candidate
 
     cluster, clock = Cluster.load(case.cluster, case.nodes), [time.perf_counter()]

@@ -176,8 +176,8 @@ def _pins(text: str) -> list[str]:
 
 def _other(asked: Asked, pins: Pins, captured: Capture | None) -> Other:
     """The plan with these pins before those of the command line, or why there is none."""
+    from autopar.choosing.plan_training import plan_training
     from autopar.explain.why_not import Other
-    from autopar.planning import plan_training
 
     try:
         both: Mapping[str, str] = {**asked.pins.given(), **pins.given()}

@@ -24,13 +24,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar.build import apply, choose
+from autopar.choosing.solve import Solved, solved
 from autopar.cluster import Cluster, Figure
 from autopar.equality import FP64
 from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins, divisors, resolve
 from autopar.plan import Plan
 from autopar.predict import predict
-from autopar.solve import Solved, solved
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import limits

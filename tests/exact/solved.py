@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.build import apply, choose
+from autopar.choosing.solve import Solved, solved
 from autopar.cluster import Cluster
 from autopar.equality import FP64
 from autopar.errors import AutoparError, NothingFits
@@ -23,7 +24,6 @@ from autopar.loading import ModelSpec
 from autopar.pins import Pins, divisors, resolve
 from autopar.plan import Plan
 from autopar.predict import predict
-from autopar.solve import Solved, solved
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))

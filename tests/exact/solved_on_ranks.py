@@ -24,11 +24,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from autopar.choosing.plan_training import plan_training
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins
 from autopar.plan import Plan, loads
-from autopar.planning import plan_training
 from autopar.runtime.pool import RankPool
 from autopar.verify import Subject, VerifyResult, verify_many
 

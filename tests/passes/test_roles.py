@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from autopar.build import prepare
 from autopar.capture import capture
+from autopar.choosing.wiring import weights_of
 from autopar.models import gpt2, llama, mlp
 from autopar.passes.roles import Limit, limits_of
 from autopar.passes.units import core_ops, cut_units
-from autopar.wiring import weights_of
 
 
 class Grouped(nn.Module):

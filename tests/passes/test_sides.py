@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.choosing.solve import solve_plan
 from autopar.cluster import Cluster
-from autopar.solve import solve_plan
 
 
 class Masked(nn.Module):

@@ -10,9 +10,11 @@ from torch import fx
 
 from autopar.build import Prepared
 from autopar.capture import Capture
+from autopar.choosing.op_states import Menu
+from autopar.choosing.pose import Posed, mesh_of, pose
+from autopar.choosing.wiring import Known, Wiring, first_reads, kept_sides, weights_of, wire
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.op_states import Menu
 from autopar.passes import run
 from autopar.passes.completion import is_op
 from autopar.passes.divide_work import propose_parts
@@ -24,9 +26,7 @@ from autopar.passes.roles import Limit, Roles, limits_of, sequence_of
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.units import Units, core_ops, cut_units
 from autopar.pins import ResolvedPins, microbatch_rows
-from autopar.pose import Posed, mesh_of, pose
 from autopar.solver.meshes import MOST_MICROBATCHES
-from autopar.wiring import Known, Wiring, first_reads, kept_sides, weights_of, wire
 
 
 @dataclass(eq=False)

@@ -6,6 +6,9 @@ from dataclasses import replace
 
 from torch import fx
 
+from autopar.choosing.pose import Posed
+from autopar.choosing.poser import Body
+from autopar.choosing.wiring import Wiring
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes.complete_layouts import treat
@@ -18,10 +21,7 @@ from autopar.passes.roles import DIVIDE, why_whole
 from autopar.passes.sides import sides
 from autopar.passes.split_prologue import copy_graph
 from autopar.plan import Plan, Whole
-from autopar.pose import Posed
-from autopar.poser import Body
 from autopar.solver.problem import Assignment
-from autopar.wiring import Wiring
 from autopar.write_plan import ops_of, plan_of
 
 

@@ -1,8 +1,8 @@
 """What a plan's proof says: bounds that hold for the true memory limit, and the scope that they hold in.
 
 A problem's bytes are not quite the program's, so a plan may have been looked for within fewer bytes than a rank has
-(`autopar.solve`). A bound for fewer bytes is none for more: bounds are taken from a search within the true limit or
-more, and only the chosen plan from the last one.
+(`autopar.choosing.solve`). A bound for fewer bytes is none for more: bounds are taken from a search within the true
+limit or more, and only the chosen plan from the last one.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
+from autopar.choosing.pose import Posed
 from autopar.plan import Proof
-from autopar.pose import Posed
 from autopar.solver.file import Record, Saved, of_search
 from autopar.solver.meshes import MOST_MICROBATCHES
 from autopar.solver.problem import Assignment, Problem, peak, seconds, totals

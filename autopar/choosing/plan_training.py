@@ -62,7 +62,7 @@ def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mappin
 
 
 def _solved(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
-    from autopar.solve import solved
+    from autopar.choosing.solve import solved
 
     found = solved(captured, cluster, pins)
     return Planned(found.plan, found.prepared, found.saved())
@@ -86,7 +86,7 @@ def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster) -> Planne
 
 
 def _attempt(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared) -> Planned:
-    from autopar.solve import solved
+    from autopar.choosing.solve import solved
 
     found = solved(captured, cluster, pins, prepared=prepared, nearest=False, target_gap=1e-4)
     return Planned(found.plan, found.prepared, found.saved())

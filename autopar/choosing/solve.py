@@ -14,20 +14,20 @@ from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import Any, NoReturn
 
-from autopar.at_work import at_work, divided
-from autopar.bounds import floor_of
 from autopar.build import Prepared, prepare
 from autopar.capture import Capture
+from autopar.choosing.at_work import at_work, divided
+from autopar.choosing.bounds import floor_of
+from autopar.choosing.finalists import judged, uniform
+from autopar.choosing.pose import Posed
+from autopar.choosing.poser import Poser
+from autopar.choosing.prove import Chosen, proof, saved_search, within_limit
+from autopar.choosing.readback import plan_from
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
-from autopar.finalists import judged, uniform
 from autopar.pins import Pins, resolve
 from autopar.plan import Alternative, Plan
-from autopar.pose import Posed
-from autopar.poser import Poser
 from autopar.predict import predict
-from autopar.prove import Chosen, proof, saved_search, within_limit
-from autopar.readback import plan_from
 from autopar.solver import lagrangian
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.file import Saved
@@ -454,8 +454,8 @@ def _fitting(solver: Solver) -> Plan | None:
 
 
 def _message(plan: Plan, nearest: Sequence[Alternative]) -> str:
+    from autopar.choosing.plan_training import OWNERS
     from autopar.explain.quantities import bytes_text
-    from autopar.planning import OWNERS
 
     parts = plan.predicted.parts
     limit = parts.get("memory_limit_bytes", 0.0)

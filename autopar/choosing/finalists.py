@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from autopar.choosing.pose import Posed
 from autopar.passes.parameter_states import STAGES, ParameterState
-from autopar.pose import Posed
 from autopar.solver.problem import EXPOSED, Problem, Variable
 
 if TYPE_CHECKING:
+    from autopar.choosing.solve import Solver
     from autopar.plan import Plan
-    from autopar.solve import Solver
     from autopar.solver.search import Found
 
 OTHERS = 2

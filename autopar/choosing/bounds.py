@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.choosing.pose import ADAMW_STATES
+from autopar.choosing.poser import Body
 from autopar.cluster import Cluster
 from autopar.passes.facts import Strategy, fact, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh
 from autopar.passes.price import prices
-from autopar.pose import ADAMW_STATES
-from autopar.poser import Body
 from autopar.solver.cost import adamw, roofline
 
 ALMOST = 1 - 1e-12  # sums of floats in another order

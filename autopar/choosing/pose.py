@@ -22,8 +22,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from autopar.choosing.op_states import Column, Menu, OpStates, arriving_parts, op_states
+from autopar.choosing.wiring import Tensor, Wiring
 from autopar.cluster import Cluster
-from autopar.op_states import Column, Menu, OpStates, arriving_parts, op_states
 from autopar.passes.calls import call_key
 from autopar.passes.changes import costs
 from autopar.passes.complete_layouts import needs_change
@@ -51,7 +52,6 @@ from autopar.solver.problem import (
     Variable,
 )
 from autopar.wires import wire_of
-from autopar.wiring import Tensor, Wiring
 
 UNHIDDEN = 1e-3  # of hidden seconds, taken as exposed so that ties are broken
 ADAMW_STATES = 2  # tensors of a parameter's size and dtype that the optimizer holds

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from torch import fx
 
+from autopar.choosing.inside import inside
 from autopar.cluster import Chip
-from autopar.inside import inside
 from autopar.passes.calls import call_key
 from autopar.passes.completion import produced_parts
 from autopar.passes.facts import Choice, Strategy, fact, operand_nodes, value

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from autopar.choosing.pose import Posed
 from autopar.passes.divide_work import flops
 from autopar.passes.roles import DIVIDE
-from autopar.pose import Posed
 from autopar.solver.problem import EXPOSED, Assignment, Problem, Variable
 from autopar.solver.search import Candidate
 
 if TYPE_CHECKING:
+    from autopar.choosing.solve import Solver
     from autopar.plan import Plan
-    from autopar.solve import Solver
 
 HALF = 0.5  # of the FLOPs that an axis could divide
 

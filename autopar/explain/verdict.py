@@ -50,6 +50,8 @@ def _predicted(plan: Plan) -> Iterator[tuple[str, str]]:
             yield "MFU", mfu
     if plan.proof.gap is not None:
         bound = f"no plan in scope takes less than {seconds_text(plan.proof.bound)}" if plan.proof.bound else "proved"
+        if "repeated" in plan.proof.scope:
+            bound += ", which ranks that all do the same would take"
         yield "gap", f"{100 * plan.proof.gap:.2g} %: {bound} (see Proof)"
 
 

@@ -125,7 +125,7 @@ class Parallel(Placed):
                 raise refused[0] from None
             raise
         took["plan"] = time.perf_counter() - started - sum(took.values())
-        plan = replace(loads(text), timings=took)
+        plan = replace(loads(text), timings=took | dict(made[0].seconds if made else {}))
         prepared = made[0].prepared if made else prepare(captured, plan.microbatches)
         program = self._emit(prepared, plan) if size == plan.ranks else None
         search = made[0].search if made else None

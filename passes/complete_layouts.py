@@ -8,7 +8,7 @@ column/row pattern is what comes out.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torch import fx
@@ -29,23 +29,34 @@ def follow(state: Completion, axis: int) -> None:
     for node in state.gm.graph.nodes:
         if not is_op(node):
             continue
-        operands = [(value(n), state.layout(n)) for n in operand_nodes(node)]
-        best: tuple[float, Choice, Strategy] | None = None
-        found = rule(node)
-        parts = [
-            p for i, (_, have) in enumerate(operands) for p in (produced_parts(found, i, have, axis) if found else ())
-        ]
-        for choice, plan in state.candidates(node, axis, parts):
-            price = sum(cost(have, want, v, mesh) for (v, have), want in zip(operands, plan.operands, strict=True))
-            if best is None or price < best[0] - STEP / 10:
-                best = (price, choice, plan)
-        if best is None or math.isinf(best[0]):
-            known = fact(node)
-            raise AutoparError(
-                f"{known.fqn or node.name}: {node.target} ({known.source}) needs the whole batch at once, so it cannot "
-                f"run in microbatches. Set microbatches=1."
-            )
-        state.take(node, axis, best[1], best[2])
+        have = [state.layout(n) for n in operand_nodes(node)]
+        choice, plan = cheapest(node, have, state.candidates(node, axis, arriving(node, have, axis)), mesh)
+        state.take(node, axis, choice, plan)
+
+
+def arriving(node: fx.Node, have: Sequence[Layout], axis: int) -> list[tuple[str, tuple[int, ...]]]:
+    """Proposals of parts: operands that arrive cut in parts by ``axis`` may be read so."""
+    found = rule(node)
+    return [p for i, x in enumerate(have) for p in (produced_parts(found, i, x, axis) if found else ())]
+
+
+def cheapest(
+    node: fx.Node, have: Sequence[Layout], offered: Iterable[tuple[Choice, Strategy]], mesh: Mesh
+) -> tuple[Choice, Strategy]:
+    """Of the choices offered, the first whose operands need the cheapest changes from what they ``have``."""
+    best: tuple[float, Choice, Strategy] | None = None
+    values = [value(n) for n in operand_nodes(node)]
+    for choice, plan in offered:
+        price = sum(cost(a, b, v, mesh) for a, b, v in zip(have, plan.operands, values, strict=True))
+        if best is None or price < best[0] - STEP / 10:
+            best = (price, choice, plan)
+    if best is None or math.isinf(best[0]):
+        known = fact(node)
+        raise AutoparError(
+            f"{known.fqn or node.name}: {node.target} ({known.source}) needs the whole batch at once, so it cannot "
+            f"run in microbatches. Set microbatches=1."
+        )
+    return best[1], best[2]
 
 
 Cut = tuple[int, tuple[int, ...]]  # a dim, and the parts in which it is cut one by one

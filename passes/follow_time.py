@@ -6,20 +6,18 @@ that the 126 equal layers of a model cost one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.errors import AutoparError
 from autopar.passes.calls import call_key
-from autopar.passes.changes import cost
-from autopar.passes.completion import is_op, produced_parts
-from autopar.passes.facts import Choice, Strategy, fact, is_tensor, operand_nodes, value
+from autopar.passes.complete_layouts import arriving, cheapest
+from autopar.passes.completion import is_op
+from autopar.passes.facts import Choice, Strategy, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
-from autopar.passes.strategy import choices, rule, strategy
+from autopar.passes.strategy import choices, strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,19 +70,5 @@ def cut_alike(known: TimeChoices, rows: tuple[int, ...]) -> bool:
 
 
 def _decide(node: fx.Node, have: tuple[Layout, ...], mesh: Mesh) -> tuple[Choice, Strategy]:
-    found, best = rule(node), None
-    operands = [value(n) for n in operand_nodes(node)]
-    parts = [p for i, layout in enumerate(have) for p in (produced_parts(found, i, layout, 0) if found else ())]
-    for choice in choices(node, mesh, 0, parts):
-        plan = strategy(node, mesh, [choice], (0,))
-        assert plan is not None
-        price = sum(cost(a, b, v, mesh) for a, b, v in zip(have, plan.operands, operands, strict=True))
-        if best is None or price < best[0] - 1e-15:
-            best = (price, choice, plan)
-    if best is None or math.isinf(best[0]):
-        known = fact(node)
-        raise AutoparError(
-            f"{known.fqn or node.name}: {node.target} ({known.source}) needs the whole batch at once, so it cannot "
-            f"run in microbatches. Set microbatches=1."
-        )
-    return best[1], best[2]
+    offered = ((c, strategy(node, mesh, [c], (0,))) for c in choices(node, mesh, 0, arriving(node, have, 0)))
+    return cheapest(node, have, [(c, plan) for c, plan in offered if plan is not None], mesh)

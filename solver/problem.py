@@ -21,7 +21,7 @@ leaves and what the other wants. Units meet in *shared* variables: the tensors t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -45,6 +45,12 @@ class Variable:
     kind: Literal["op", "tensor", "parameter"]
     states: tuple[str, ...]
     costs: Array
+
+    def only(self, kept: npt.NDArray[np.bool_]) -> Variable:
+        """The same states, all but those kept illegal: an assignment of it is one of the whole variable."""
+        costs = self.costs.copy()
+        costs[~kept, EXPOSED] = np.inf
+        return replace(self, costs=costs)
 
 
 @dataclass(frozen=True, eq=False)

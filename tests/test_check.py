@@ -92,6 +92,6 @@ def test_the_proof_of_a_solved_model(tmp_path, capsys):
     model, args, kwargs = mlp.make()
     found = solved(capture(model, args, kwargs, check=False), Cluster.local(ranks=4))
     found.plan.save(tmp_path / "plan.json")
-    save(tmp_path / "search.npz", found.saved())
+    save(tmp_path / "search.npz", found.search)
     code, out = _check(tmp_path, capsys)
     assert code == 0 and "8 bounds, objective and gap: found again" in out, out

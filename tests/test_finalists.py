@@ -63,7 +63,7 @@ def test_the_proof_of_a_finalist_is_found_again(tmp_path: Any, capsys: pytest.Ca
     assert found.plan.proof.objective is not None and found.plan.proof.bound is not None
     assert found.plan.proof.bound <= found.plan.proof.objective
     found.plan.save(tmp_path / "plan.json")
-    save(tmp_path / "search.npz", found.saved())
+    save(tmp_path / "search.npz", found.search)
     words = ["check", str(tmp_path / "plan.json"), "--proof", "--problem", str(tmp_path / "search.npz")]
     code = main(words)
     assert code == 0, capsys.readouterr().out

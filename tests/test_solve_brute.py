@@ -243,7 +243,7 @@ def test_bytes_that_are_not_priced_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
     """Without the optimizer's states the problem says that more fits than does."""
     monkeypatch.setattr(pose, "ADAMW_STATES", 0)
     made = one_microbatch()
-    problem = made.saved().best
+    problem = made.search.best
     assert problem is not None and problem.problem is not None and problem.assignment is not None
     said = float(peak(totals(problem.problem, problem.assignment)))
     assert said < (1 - 2 * SAME) * made.plan.predicted.peak_mem_gib * 2**30
@@ -251,7 +251,7 @@ def test_bytes_that_are_not_priced_are_seen(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_bytes_of_a_problem_are_those_of_its_program() -> None:
     made = one_microbatch()
-    best = made.saved().best
+    best = made.search.best
     assert best is not None and best.problem is not None and best.assignment is not None
     said = float(peak(totals(best.problem, best.assignment)))
     assert said == pytest.approx(made.plan.predicted.peak_mem_gib * 2**30, rel=SAME)

@@ -18,7 +18,7 @@ import numpy as np
 from autopar.choosing.pose import Posed
 from autopar.passes.divide_work import flops
 from autopar.passes.roles import DIVIDE
-from autopar.solver.problem import EXPOSED, Assignment, Problem, Variable
+from autopar.solver.problem import Assignment, Problem
 from autopar.solver.search import Candidate
 
 if TYPE_CHECKING:
@@ -67,13 +67,6 @@ def divided(posed: Posed) -> Problem:
                 continue
             kept = np.array([all(s.choices[a].kind in DIVIDE for a in posed.mesh.space) for s in states.strategies])
             if kept.any():
-                variables[i] = _only(variables[i], kept)
+                variables[i] = variables[i].only(kept)
         classes.append(replace(kind, variables=tuple(variables)))
     return replace(posed.problem, classes=tuple(classes))
-
-
-def _only(variable: Variable, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> Variable:
-    assert variable.kind == "op"
-    costs = variable.costs.copy()
-    costs[~kept, EXPOSED] = np.inf
-    return replace(variable, costs=costs)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from autopar.choosing.pose import Posed
 from autopar.passes.parameter_states import STAGES, ParameterState
-from autopar.solver.problem import EXPOSED, Problem, Variable
+from autopar.solver.problem import Problem, Variable
 
 if TYPE_CHECKING:
     from autopar.choosing.solve import Solver
@@ -77,21 +77,14 @@ def _masked(posed: Posed, shared: Sequence[Kept | None], own: Sequence[Sequence[
     classes = []
     for kind, masks in zip(posed.problem.classes, own, strict=True):
         first = len(kind.variables) - len(masks)  # parameters are the last of a class's variables
-        held = [_only(v, kept) for v, kept in zip(kind.variables[first:], masks, strict=True)]
+        held = [v.only(kept) for v, kept in zip(kind.variables[first:], masks, strict=True)]
         classes.append(replace(kind, variables=(*kind.variables[:first], *held)))
     pairs = zip(posed.problem.shared, shared, strict=True)
     return replace(
         posed.problem,
-        shared=tuple(v if kept is None else _only(v, kept) for v, kept in pairs),
+        shared=tuple(v if kept is None else v.only(kept) for v, kept in pairs),
         classes=tuple(classes),
     )
-
-
-def _only(variable: Variable, kept: Kept) -> Variable:
-    assert variable.kind == "parameter"
-    costs = variable.costs.copy()
-    costs[~kept, EXPOSED] = np.inf
-    return replace(variable, costs=costs)
 
 
 def _kept(states: Sequence[ParameterState], stage: int) -> Kept:

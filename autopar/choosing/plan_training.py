@@ -1,13 +1,15 @@
-"""How a model in train mode gets its plan: from the solver, or, where axes are pinned, from the pins.
+"""How a model in train mode gets its plan: from the solver, to which pins are constraints.
 
-Every plan that is made is predicted (`predict`), and one that does not fit the cluster's memory is refused.
+Only where an eval program came first, and parameters rest already, are layouts completed from the pins. Every plan is
+predicted (`predict`), and one that does not fit the cluster's memory is refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from autopar.build import Prepared, choose, prepare
 from autopar.capture import Capture
@@ -21,26 +23,17 @@ from autopar.rests import resting
 from autopar.solver.file import Saved
 
 GIB = 2**30
-OWNERS = {
-    "parameters_bytes": "parameters",
-    "gradients_bytes": "gradients",
-    "optimizer_bytes": "optimizer state",
-    "saved_bytes": "saved activations",
-    "gathered_step_bytes": "gathered parameters",
-    "accumulator_bytes": "gradients that add up",
-    "transient_bytes": "working memory",
-    "inputs_bytes": "inputs",
-    "buffers_bytes": "buffers",
-}
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan, predicted, and the graph it is for. ``search``: what the solver went through (None: pinned)."""
+    """A plan, predicted, and the graph it is for. ``search``: what the solver went through (None: it was not asked);
+    ``seconds``: by phase."""
 
     plan: Plan
     prepared: Prepared
     search: Saved | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 def solves(pins: Pins) -> bool:
@@ -61,11 +54,11 @@ def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mappin
     return _solved_with_axes(captured, pins, cluster)
 
 
-def _solved(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
+def _solved(captured: Capture, pins: Pins, cluster: Cluster, **options: Any) -> Planned:
     from autopar.choosing.solve import solved
 
-    found = solved(captured, cluster, pins)
-    return Planned(found.plan, found.prepared, found.saved())
+    found = solved(captured, cluster, pins, **options)
+    return Planned(found.plan, found.prepared, found.search, found.seconds)
 
 
 def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
@@ -86,10 +79,7 @@ def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster) -> Planne
 
 
 def _attempt(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared) -> Planned:
-    from autopar.choosing.solve import solved
-
-    found = solved(captured, cluster, pins, prepared=prepared, nearest=False, target_gap=1e-4)
-    return Planned(found.plan, found.prepared, found.saved())
+    return _solved(captured, pins, cluster, prepared=prepared, nearest=False, target_gap=1e-4)
 
 
 def _pinned(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str, Layout]) -> Planned:
@@ -124,10 +114,10 @@ def _alternative(plan: Plan, zero: int) -> Alternative:
 
 def _message(plan: Plan, nearest: list[Alternative]) -> str:
     """``no plan fits: dp=2 zero=3 needs 91.2 GiB of 76.0 a rank (saved activations 60.1). Nearest: ...``"""
-    parts = plan.predicted.parts
-    limit = parts.get("memory_limit_bytes", 0.0) / GIB
-    owners = sorted(((parts.get(key, 0.0) / GIB, word) for key, word in OWNERS.items()), reverse=True)[:2]
-    named = ", ".join(f"{word} {_size(size)}" for size, word in owners if size)
+    from autopar.explain.memory import owners
+
+    limit = plan.predicted.parts.get("memory_limit_bytes", 0.0) / GIB
+    named = ", ".join(f"{name} {_size(size / GIB)}" for name, _, size in owners(plan)[:2])
     way = f"Nearest: {nearest[0].change}" if nearest else "Use more ranks, a smaller batch, or other pins"
     need = _size(plan.predicted.peak_mem_gib or 0.0)
     return f"no plan fits: {plan.one_line()} needs {need} GiB of {_size(limit)} a rank ({named}). {way}."

@@ -244,16 +244,13 @@ class _Clock:
 
 @dataclass(frozen=True, eq=False)
 class Solved:
-    """A plan, the prepared graph that it is for, and the search that found it. ``seconds``: by phase."""
+    """A plan, the prepared graph that it is for, and the search that found it, as a file holds it. ``seconds``: by
+    phase."""
 
     plan: Plan
     prepared: Prepared
     search: Saved
     seconds: Mapping[str, float]
-
-    def saved(self) -> Saved:
-        """The search as a file holds it, for `autopar check`."""
-        return self.search
 
 
 def solve_plan(captured: Capture, cluster: Cluster, pins: Pins | None = None) -> Plan:
@@ -454,14 +451,12 @@ def _fitting(solver: Solver) -> Plan | None:
 
 
 def _message(plan: Plan, nearest: Sequence[Alternative]) -> str:
-    from autopar.choosing.plan_training import OWNERS
+    from autopar.explain.memory import owners
     from autopar.explain.quantities import bytes_text
 
-    parts = plan.predicted.parts
-    limit = parts.get("memory_limit_bytes", 0.0)
+    limit = plan.predicted.parts.get("memory_limit_bytes", 0.0)
     needs = (plan.predicted.peak_mem_gib or 0.0) * 2**30
-    owners = sorted(((parts.get(key, 0.0), word) for key, word in OWNERS.items()), reverse=True)[:2]
-    named = ", ".join(f"{word} {bytes_text(size)}" for size, word in owners if size)
+    named = ", ".join(f"{name} {bytes_text(size)}" for name, _, size in owners(plan)[:2])
     way = f"Nearest: {'; '.join(a.change for a in nearest)}" if nearest else "Use more nodes, or a smaller batch"
     return (
         f"no plan fits: the leanest ({plan.one_line()}) needs {bytes_text(needs)} of {bytes_text(limit)} a rank, "

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from autopar.build import Prepared
+from autopar.build import Prepared, choose
 from autopar.capture import Capture
 from autopar.choosing.solve import solved
 from autopar.cluster import Cluster
-from autopar.errors import NothingFits
-from autopar.pins import Pins
+from autopar.errors import AutoparError, NothingFits
+from autopar.pins import Pins, divisors, resolve
 from autopar.plan import Plan
+from autopar.predict import predict
 
 GIB = 2**30
 TINY = 0.02  # of what a plan without a limit takes: under what any plan needs
@@ -54,3 +57,25 @@ def limits(captured: Capture, cluster: Cluster, loose: Plan) -> dict[str, Cluste
         "tight": with_memory(cluster, (least + peak(loose)) / 2),
         "just": with_memory(cluster, least + 1),
     }
+
+
+def fastest_pinned(
+    prepared: Callable[[int], Prepared], cluster: Cluster, counts: Sequence[int] = (1, 2)
+) -> Plan | None:
+    """The fastest pinned pattern that fits: dp x tp over all ranks, ZeRO 0 and 3, in ``counts`` of microbatches.
+
+    ``prepared``: the capture prepared for a number of microbatches."""
+    best: Plan | None = None
+    for dp, count in itertools.product(divisors(cluster.ranks), counts):
+        for zero in (0, 3) if dp > 1 else (0,):
+            pins = Pins(dp=dp, tp=cluster.ranks // dp, zero=zero, microbatches=count)
+            try:
+                body = prepared(count)
+                resolved = resolve(pins, cluster.ranks, body.captured.batch)
+                made = predict(choose(body, resolved, cluster), body, cluster)
+            except AutoparError:
+                continue
+            seconds = made.predicted.step_time_s or 0.0
+            if made.fits is not False and (best is None or seconds < (best.predicted.step_time_s or 0.0)):
+                best = made
+    return best

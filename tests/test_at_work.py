@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.capture import capture
 from autopar.choosing.solve import Solved, solved
@@ -21,6 +23,14 @@ def found() -> Solved:
 def test_every_axis_takes_its_share_of_the_flops(found: Solved) -> None:
     shares = divided(found.plan, found.prepared)
     assert shares and all(s.flops == pytest.approx(0.75) for s in shares.values())
+
+
+def test_work_that_torch_counts_no_flops_of_is_shared_out_too() -> None:
+    """An LSTM's products are not in torch's count."""
+    model = nn.LSTM(6, 8, batch_first=True)
+    captured = capture(model, (torch.randn(8, 5, 6),), {}, check=False, loss=lambda out: out[0].square().sum())
+    plan = solved(captured, Cluster.local(ranks=2)).plan
+    assert plan.mesh == {"dp_replicate": 2} or plan.mesh == {"dp_shard": 2}
 
 
 def test_the_bound_is_of_all_plans_and_says_so(found: Solved) -> None:

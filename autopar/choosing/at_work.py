@@ -2,21 +2,24 @@
 
 Where latencies are more than all the work, the fastest plan lets every rank do the same. It is exact, and of no use to
 anyone who asked for several ranks. So where an axis takes less than half of the FLOPs off a rank that it could, each
-mesh's problem is solved again with every op that has FLOPs divided by all axes, where it can be, and the fastest of
+mesh's problem is solved again with every op that does work divided by all axes, where it can be, and the fastest of
 those plans is taken. Its assignment is one of the whole problem's: the bound stays that of the whole problem, and the
 gap says what sharing the work costs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
 
 import numpy as np
+from torch import fx
 
 from autopar.choosing.pose import Posed
 from autopar.passes.divide_work import flops
+from autopar.passes.facts import fact
 from autopar.passes.roles import DIVIDE
 from autopar.solver.problem import Assignment, Problem
 from autopar.solver.search import Candidate
@@ -44,11 +47,11 @@ def at_work(solver: Solver, plan: Plan, limit: float) -> Plan:
 
 
 def shares(posed: Posed, assignment: Assignment) -> list[float]:
-    """Of each axis of ranks, the share of the model's FLOPs in ops that it divides; 1 where the model has none."""
-    every, divided = 0.0, [0.0] * len(posed.mesh.space)
+    """Of each axis of ranks, the share of the model's work in ops that it divides."""
+    every, divided, work_of = 0.0, [0.0] * len(posed.mesh.space), _work(posed)
     for unit, states in zip(posed.units.units, assignment.units, strict=True):
         for op, options, state in zip(unit.ops, posed.ops[unit.kind], states, strict=False):
-            work = flops(op)
+            work = work_of(op)
             every += work
             for i, axis in enumerate(posed.mesh.space):
                 if options.strategies[state].choices[axis].kind in DIVIDE:
@@ -57,16 +60,23 @@ def shares(posed: Posed, assignment: Assignment) -> list[float]:
 
 
 def divided(posed: Posed) -> Problem:
-    """The problem with all ops that have FLOPs divided by every axis, where they can be: the same variables and states,
+    """The problem with all ops that do work divided by every axis, where they can be: the same variables and states,
     but others illegal."""
-    classes = []
+    classes, work_of = [], _work(posed)
     for kind, first, options in zip(posed.problem.classes, posed.units.first, posed.ops, strict=True):
         variables = list(kind.variables)
         for i, (op, states) in enumerate(zip(posed.units.units[first].ops, options, strict=True)):
-            if not flops(op):
+            if not work_of(op):
                 continue
             kept = np.array([all(s.choices[a].kind in DIVIDE for a in posed.mesh.space) for s in states.strategies])
             if kept.any():
                 variables[i] = variables[i].only(kept)
         classes.append(replace(kind, variables=tuple(variables)))
     return replace(posed.problem, classes=tuple(classes))
+
+
+def _work(posed: Posed) -> Callable[[fx.Node], float]:
+    """How work is counted: FLOPs, or, in a model that has none which torch counts (an LSTM), bytes of results."""
+    if any(flops(op) for unit in posed.units.units for op in unit.ops):
+        return flops
+    return lambda op: float(sum(v.nbytes for v in fact(op).values if v is not None))

@@ -1,10 +1,11 @@
 """The solver's own plans of model families that it was not tuned for, in the stacked semantics (float64, one process).
 
 Families x clusters x memory limits: ``loose`` (the cluster's own) and ``tight`` (half way to the leanest plan). The
-clusters are as unlike as can be: on ``local`` messages are dear, and hardly anything is divided; on ``busy``, two
-nodes, compute is, and nearly everything is divided. Prints a row a plan; ends with exit code 1 where a plan is not
-equal, does not fit, has a wide gap or none, or is predicted slower than a pinned one. ``--families t5,lstm``,
-``--clusters busy`` and ``--minutes 20`` run a part; families that were left out for time are named.
+clusters are as unlike as can be: on ``local`` messages are dear, so small models share out work that ranks would repeat
+faster (`choosing/at_work.py`: their gaps are wide, and called so); on ``busy``, two nodes, compute is, and nearly
+everything is divided. Prints a row a plan; ends with exit code 1 where a plan is not equal, does not fit, has a wide
+gap or none, or is predicted slower than a pinned one. ``--families t5,lstm``, ``--clusters busy`` and ``--minutes 20``
+run a part; families that were left out for time are named.
 """
 
 from __future__ import annotations
@@ -23,14 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.build import apply, choose
+from autopar.build import apply
 from autopar.choosing.solve import Solved, solved
 from autopar.cluster import Cluster, Figure
 from autopar.equality import FP64
 from autopar.errors import AutoparError, NothingFits
-from autopar.pins import Pins, divisors, resolve
-from autopar.plan import Plan
-from autopar.predict import predict
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import limits
@@ -382,26 +380,10 @@ def judged(row: Row, judge: StackedJudge, found: Solved, cluster: Cluster, start
         wrong.append("does not fit")
     if plan.proof.gap is None or plan.proof.gap > WIDEST_GAP:
         wrong.append("wide gap")
-    rival = fastest_pinned(judge, cluster)
+    rival = limits.fastest_pinned(judge.prepared, cluster, counts=(1,))
     if rival is not None and (plan.predicted.step_time_s or 0.0) > SLOWER * (rival.predicted.step_time_s or 0.0):
         wrong.append(f"{plan.predicted.step_time_s} s, {rival.one_line()} takes {rival.predicted.step_time_s}")
     return replace(row, plan=plan.one_line(), worst=worst.rel, gap=plan.proof.gap, seconds=took, wrong="; ".join(wrong))
-
-
-def fastest_pinned(judge: StackedJudge, cluster: Cluster) -> Plan | None:
-    """The fastest that fits of dp x tp over all ranks with ZeRO 0 and 3."""
-    best: Plan | None = None
-    for dp in divisors(cluster.ranks):
-        for zero in (0, 3) if dp > 1 else (0,):
-            try:
-                resolved = resolve(Pins(dp=dp, tp=cluster.ranks // dp, zero=zero), cluster.ranks, judge.captured.batch)
-                made = predict(choose(judge.prepared(1), resolved, cluster), judge.prepared(1), cluster)
-            except AutoparError:
-                continue
-            seconds = made.predicted.step_time_s or 0.0
-            if made.fits is not False and (best is None or seconds < (best.predicted.step_time_s or 0.0)):
-                best = made
-    return best
 
 
 def main() -> int:

@@ -12,21 +12,19 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.build import apply, choose
+from autopar.build import apply
 from autopar.choosing.solve import Solved, solved
 from autopar.cluster import Cluster
 from autopar.equality import FP64
 from autopar.errors import AutoparError, NothingFits
 from autopar.loading import ModelSpec
-from autopar.pins import Pins, divisors, resolve
-from autopar.plan import Plan
-from autopar.predict import predict
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
+from limits import fastest_pinned, with_memory  # noqa: E402
 from small_models import MODELS  # noqa: E402
 from stacked_judge import StackedJudge  # noqa: E402
 
@@ -66,12 +64,6 @@ def judge_of(name: str) -> StackedJudge:
     else:
         loaded = ModelSpec(f"autopar.models.{name}:make").load()
     return StackedJudge(loaded.model.train(), loaded.args, loaded.kwargs)
-
-
-def with_memory(cluster: Cluster, nbytes: float) -> Cluster:
-    """The cluster with so many bytes a rank for tensors."""
-    figure = replace(cluster.chip.memory, value=float(int(nbytes)), source="a test's limit")
-    return replace(cluster, chip=replace(cluster.chip, memory=figure, reserved=None))
 
 
 def rows(name: str, ranks: int, *, pinned: bool = True) -> Iterator[Row]:
@@ -118,29 +110,10 @@ def _row(
     wrong = "" if worst.rel <= FP64.limits[worst.kind] else f"not equal: {worst}"
     if plan.fits is False:
         wrong += " does not fit"
-    rival = fastest_pinned(judge, cluster) if pinned else None
+    rival = fastest_pinned(judge.prepared, cluster) if pinned else None
     if rival is not None and (plan.predicted.step_time_s or 0.0) > SLOWER * (rival.predicted.step_time_s or 0.0):
         wrong += f" slower than {rival.one_line()}: {plan.predicted.step_time_s} > {rival.predicted.step_time_s}"
     return Row(name, ranks, memory, plan.one_line(), worst.rel, plan.proof.gap, took, wrong)
-
-
-def fastest_pinned(judge: StackedJudge, cluster: Cluster) -> Plan | None:
-    """The fastest of the pinned patterns that fits: dp x tp over all ranks, ZeRO 0 and 3, one and two microbatches."""
-    best: Plan | None = None
-    for dp in divisors(cluster.ranks):
-        for zero in (0, 3) if dp > 1 else (0,):
-            for count in (1, 2):
-                pins = Pins(dp=dp, tp=cluster.ranks // dp, zero=zero, microbatches=count)
-                try:
-                    resolved = resolve(pins, cluster.ranks, judge.captured.batch)
-                    prepared = judge.prepared(count)
-                    made = predict(choose(prepared, resolved, cluster), prepared, cluster)
-                except AutoparError:
-                    continue
-                seconds = made.predicted.step_time_s or 0.0
-                if made.fits is not False and (best is None or seconds < (best.predicted.step_time_s or 0.0)):
-                    best = made
-    return best
 
 
 def main() -> int:

@@ -151,7 +151,7 @@ class Solver:
         count = 1 if posed.mesh.time is None else posed.mesh.axes[posed.mesh.time].size
         body, times = self.poser.body(count), self.poser.times(count)
         assert not isinstance(times, str)
-        with self.timed("plan"):
+        with self.timed("read_back"):
             plan = plan_from(body, posed, assignment, times, self.cluster)
         if not predicted:
             return plan

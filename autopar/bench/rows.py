@@ -13,7 +13,6 @@ import datetime
 import io
 import os
 import platform
-import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from autopar.schema import nearest
 
 Figure = float | int | str | bool | None
 Bench = Callable[[Sequence[str]], Iterator[tuple[str, dict[str, Figure]]]]
+WIDTH = 2000  # characters of a line at most: a figure is never cut
 BENCHES: dict[str, Bench] = {}
 MODULES = {"planner": "autopar.bench.planner", "local": "autopar.bench.local"}
 
@@ -85,7 +85,7 @@ def table(rows: Sequence[Row]) -> str:
         grid.add_column(column)
     for row in rows:
         grid.add_row(row.name, *(_cell(row.figures.get(column)) for column in columns))
-    console = Console(file=io.StringIO(), width=max(160, shutil.get_terminal_size().columns))
+    console = Console(file=io.StringIO(), width=WIDTH)
     with console.capture() as capture:
         console.print(grid)
     lines = [line.rstrip() for line in capture.get().splitlines()]

@@ -37,7 +37,7 @@ def judge(name: str) -> Any:
 
 @pytest.mark.parametrize(("name", "ranks"), [("mlp", 4), ("resnet", 2), ("small:lora_frozen_base", 2)])
 def test_plans_are_equal_and_fit_under_three_limits(name: str, ranks: int) -> None:
-    for row in table().rows(name, ranks, pinned=False):
+    for row in table().rows(name, ranks):
         assert not row.wrong, str(row)
 
 

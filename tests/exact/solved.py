@@ -66,12 +66,12 @@ def judge_of(name: str) -> StackedJudge:
     return StackedJudge(loaded.model.train(), loaded.args, loaded.kwargs)
 
 
-def rows(name: str, ranks: int, *, pinned: bool = True) -> Iterator[Row]:
+def rows(name: str, ranks: int) -> Iterator[Row]:
     """Loose, tight and just feasible."""
     judge, loose = judge_of(name), Cluster.local(ranks=ranks)
     started = time.perf_counter()
     first = solved(judge.captured, loose, prepared=judge.prepared(1))
-    yield _row(name, ranks, "loose", judge, first, loose, started, pinned)
+    yield _row(name, ranks, "loose", judge, first, loose, started)
     used = (first.plan.predicted.peak_mem_gib or 0.0) * 2**30
     least = leanest(judge, loose, used * SMALLEST)
     for memory, limit in (("tight", (least + used) / 2), ("least", least)):
@@ -82,7 +82,7 @@ def rows(name: str, ranks: int, *, pinned: bool = True) -> Iterator[Row]:
         except NothingFits as error:
             yield Row(name, ranks, memory, "", 0.0, None, time.perf_counter() - started, f"does not fit: {error}")
             continue
-        yield _row(name, ranks, memory, judge, found, cluster, started, pinned)
+        yield _row(name, ranks, memory, judge, found, cluster, started)
 
 
 def leanest(judge: StackedJudge, cluster: Cluster, start: float) -> float:
@@ -103,14 +103,13 @@ def _row(
     found: Solved,
     cluster: Cluster,
     started: float,
-    pinned: bool,
 ) -> Row:
     plan, took = found.plan, time.perf_counter() - started
     worst = judge.distances(apply(plan, judge.prepared(plan.microbatches)))[0]
     wrong = "" if worst.rel <= FP64.limits[worst.kind] else f"not equal: {worst}"
     if plan.fits is False:
         wrong += " does not fit"
-    rival = fastest_pinned(judge.prepared, cluster) if pinned else None
+    rival = fastest_pinned(judge.prepared, cluster)
     if rival is not None and (plan.predicted.step_time_s or 0.0) > SLOWER * (rival.predicted.step_time_s or 0.0):
         wrong += f" slower than {rival.one_line()}: {plan.predicted.step_time_s} > {rival.predicted.step_time_s}"
     return Row(name, ranks, memory, plan.one_line(), worst.rel, plan.proof.gap, took, wrong)

@@ -1,5 +1,6 @@
-"""Cases from public bug reports (`tests/cases`, each with its sources) under their ``dp``, ``tp`` and ``zero`` plans,
-also with two microbatches: the numbers of one process. All run in the stacked semantics, some on real ranks."""
+"""Cases from public bug reports (`tests/cases`, each with its sources) under their ``dp``, ``tp``, ``sp`` and ``zero``
+plans, also with two microbatches: the numbers of one process, or the one refusal that ``REFUSED`` lists. All run in the
+stacked semantics, some on real ranks."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from autopar.errors import AutoparError
 from autopar.loading import ModelSpec
 from autopar.pins import Pins
 from autopar.runtime.pool import RankPool
@@ -18,6 +20,8 @@ from autopar.verify import VerifyResult, verify_many
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("G*.py"))
 SUPPORTED = {"dp", "tp", "sp", "zero", "microbatches"}
+NOTES = {"may_reject", "sync_bn"}  # of a plan, no pins: a refusal is right; statistics of the whole batch, our default
+OURS: list[dict[str, Any]] = [{"tp": 2}, {"dp": 2, "zero": 3}]  # for the cases whose own plans all come later
 REAL = {2: ("G01", "G26"), 4: ("G05", "G39")}  # ranks -> the cases that run on them too
 
 
@@ -30,11 +34,35 @@ def plans_of(case: str) -> list[dict[str, Any]]:
     named = lambda n: isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "PLANS"
     body = ast.parse((FOLDER / f"{case}.py").read_text()).body
     (given,) = (ast.literal_eval(n.value) for n in body if named(n))
-    return [*given, *(plan | {"microbatches": 2} for plan in given if set(plan) <= SUPPORTED - {"microbatches"})]
+    plans: list[dict[str, Any]] = []
+    for plan in ({k: v for k, v in p.items() if k not in NOTES} for p in given):
+        plans += [plan] if plan not in plans else []
+    if not any(supported(plan) for plan in plans):
+        plans += OURS
+    return [*plans, *(plan | {"microbatches": 2} for plan in plans if supported(plan) and "microbatches" not in plan)]
+
+
+def supported(plan: dict[str, Any]) -> bool:
+    return set(plan) <= SUPPORTED
 
 
 def words(plan: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in plan.items())
+
+
+# What a case allows to be refused: (case, keys that the plan has) -> what the one line says.
+REFUSED = {
+    ("G16", frozenset({"microbatches"})): "bn1: autopar.batch_norm.* needs the whole batch at once.* microbatches=1",
+    ("G21", frozenset()): r"Model \(.*G21_data_dependent_branch.py:21\).* depends on the values of tensors.*torch.where",
+    ("G27", frozenset({"dp"})): "does not divide the batch of 7 rows. Legal on [23] ranks: dp=1 .* multiple of",
+    ("G29", frozenset({"microbatches"})): "index.* needs the whole batch at once.* microbatches=1",
+}
+
+
+def refusal(case: str, plan: dict[str, Any]) -> str | None:
+    """The words with which this plan must be refused; None: it must be equal."""
+    found = [text for (name, keys), text in REFUSED.items() if name == case[:3] and keys <= set(plan)]
+    return found[0] if found else None
 
 
 EVERY = [pytest.param(case, plan, id=f"{case[:3]} {words(plan)}") for case in CASES for plan in plans_of(case)]
@@ -42,10 +70,29 @@ EVERY = [pytest.param(case, plan, id=f"{case[:3]} {words(plan)}") for case in CA
 
 @pytest.mark.parametrize(("case", "plan"), EVERY)
 def test_stacked(case: str, plan: dict[str, Any], judge_of: Callable[[str], Any]) -> None:
-    later = sorted(set(plan) - SUPPORTED)
-    if later:
-        pytest.skip(f"{case[:3]} {words(plan)}: not supported yet: {', '.join(later)}")
-    judge_of(spec_of(case).target).pinned(**plan)
+    if not supported(plan):
+        later = ", ".join(sorted(set(plan) - SUPPORTED))
+        pytest.skip(f"{case[:3]} {words(plan)}: not supported yet: {later}")
+    if plan.get("sp") == 2 or case.startswith("G24"):
+        pytest.skip(f"{case[:3]} {words(plan)}: sp=N and random ops are being built")
+    text = refusal(case, plan)
+    if text is None:
+        judge_of(spec_of(case).target).pinned(**plan)
+        return
+    with pytest.raises(AutoparError, match=text) as caught:
+        judge_of(spec_of(case).target).pinned(**plan)
+    assert "\n" not in str(caught.value)
+
+
+def test_other_inputs_of_a_case(judge_of: Callable[[str], Any]) -> None:
+    """An odd sequence length; the branch not taken; outputs that are a dict with None, of a public class."""
+    for plan in plans_of("G34_norm_grads_sequence_parallel"):
+        if supported(plan):
+            judge_of(f"{FOLDER}/G34_norm_grads_sequence_parallel.py:make_other").pinned(**plan)
+    for case in ("G14_dict_none_flags", "G40_hf_llama_rope"):
+        judge_of(f"{FOLDER / case}.py:make_raw").pinned(tp=2)
+    with pytest.raises(AutoparError, match="depends on the values of tensors"):
+        judge_of(f"{FOLDER}/G21_data_dependent_branch.py:make_other")
 
 
 @pytest.fixture(scope="module", params=REAL, ids=[f"{n} ranks" for n in REAL])
@@ -59,7 +106,7 @@ def test_on_real_ranks(pool: tuple[int, RankPool]) -> None:
     for case in CASES:
         if case[:3] not in REAL[size]:
             continue
-        plans = [p for p in plans_of(case) if set(p) <= SUPPORTED and p.get("dp", 1) * p.get("tp", 1) == size]
+        plans = [p for p in plans_of(case) if supported(p) and p.get("dp", 1) * p.get("tp", 1) == size]
         assert plans, f"{case} has no plan for {size} ranks"
         results = verify_many(spec_of(case), size, [Pins.parse(plan) for plan in plans], pool=ranks)
         for plan, result in zip(plans, results, strict=True):

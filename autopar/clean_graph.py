@@ -14,6 +14,7 @@ from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.errors import AutoparError
+from autopar.name_dtypes import name_dtypes
 from autopar.traps import VALUES, is_users
 
 aten = torch.ops.aten
@@ -41,6 +42,7 @@ def clean_graph(
     inliner.graph.output({"outputs": outputs, "buffers": {}})
     graph = inliner.graph
     _drop_dead(graph)
+    name_dtypes(graph)
     for node in graph.nodes:
         _refuse_random(node)
         _refuse_symbolic(node)

@@ -70,8 +70,8 @@ class _Evaluator(fx.Interpreter):
 def to_float64(graph_module: fx.GraphModule) -> fx.GraphModule:
     """A copy of the graph that computes in float64: dtype literals of casts and constructors, and ``meta["val"]``.
 
-    An op that makes float32 out of integers alone, or by default, is told to make float64. Give the copy's `run_graph`
-    float64 attributes and inputs (`double`).
+    Node for node the same graph, since a captured one names every dtype that ops would choose (`name_dtypes`). Give the
+    copy's `run_graph` float64 attributes and inputs (`double`).
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -79,8 +79,6 @@ def to_float64(graph_module: fx.GraphModule) -> fx.GraphModule:
         new = env[node] = graph.node_copy(node, env.__getitem__)
         new.args = tree_map(_wider, new.args)
         new.kwargs = tree_map(_wider, new.kwargs)
-        if node.op == "call_function" and _makes_float32(node):
-            _ask_for_float64(graph, new)
         new.meta["val"] = tree_map(_wider, node.meta.get("val"))
     return fx.GraphModule(graph_module, graph)
 
@@ -100,43 +98,3 @@ def _wider(a: Any) -> Any:
     if isinstance(a, torch.Tensor):
         return a.to(WIDER.get(a.dtype, a.dtype))
     return a
-
-
-def _makes_float32(node: fx.Node) -> bool:
-    val = node.meta.get("val")
-    if not isinstance(val, torch.Tensor) or val.dtype not in WIDER:
-        return False
-    if any(isinstance(a, torch.dtype) for a in (*node.args, *node.kwargs.values())):
-        return False
-    operands = [n.meta.get("val") for n in node.all_input_nodes]
-    flat = [v for o in operands for v in (o if isinstance(o, (tuple, list)) else (o,)) if isinstance(v, torch.Tensor)]
-    return not any(v.is_floating_point() or v.is_complex() for v in flat)
-
-
-def _ask_for_float64(graph: fx.Graph, node: fx.Node) -> None:
-    if node.target is torch.ops.aten.where.Scalar:
-        _where_of_float64(graph, node)
-        return
-    schema = getattr(node.target, "_schema", None)
-    if schema is not None and any(a.name == "dtype" for a in schema.arguments):
-        node.kwargs = {**node.kwargs, "dtype": torch.float64}
-        return
-    first = next(iter(node.all_input_nodes), None)
-    if first is None or not isinstance(first.meta.get("val"), torch.Tensor):
-        return
-    with graph.inserting_before(node):
-        cast = graph.call_function(torch.ops.aten.to.dtype, (first, torch.float64))
-    cast.meta = {**first.meta, "val": first.meta["val"].to(torch.float64)}
-    node.replace_input_with(first, cast)
-
-
-def _where_of_float64(graph: fx.Graph, node: fx.Node) -> None:
-    """The choice between two numbers as one between two tensors: the op itself has no dtype to ask for."""
-    condition, *numbers = (*node.args, *node.kwargs.values())
-    made = []
-    with graph.inserting_before(node):
-        for number in numbers:
-            kwargs: dict[str, Any] = {"dtype": torch.float64, "device": torch.device("cpu")}
-            made.append(graph.call_function(torch.ops.aten.full.default, ([], number), kwargs))
-            made[-1].meta = {**node.meta, "val": torch.empty((), dtype=torch.float64, device="meta")}
-    node.target, node.args, node.kwargs = torch.ops.aten.where.self, (condition, *made), {}

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture import Capture, capture
 from autopar.evaluate import double, run_graph, to_float64
+from autopar.passes import PREPARE, run
+from autopar.passes.split_prologue import copy_graph
 
 aten = torch.ops.aten
 
@@ -123,3 +125,23 @@ def test_a_graph_captured_on_meta_runs_on_the_cpu() -> None:
     loss = run_graph(captured.graph, (x, ids), {**constants, **held})["outputs"][0]
     assert loss.device.type == "cpu"
     torch.testing.assert_close(loss, real(x, ids))
+
+
+class OfIntegers(nn.Module):
+    """Floats that torch makes of integers alone, and by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([0.3, 0.7]))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        bucket = torch.where(ids > 1, 0.5, 0.25) + torch.log(ids / 2) + ids.sin() + torch.arange(2.0)
+        return (bucket * self.weight).sum()
+
+
+def test_a_wider_graph_has_the_same_ops_before_and_after_preparation() -> None:
+    captured = capture(OfIntegers(), (torch.tensor([[1, 2], [3, 4]]),))
+    names = lambda gm: [str(n.target) for n in gm.graph.nodes]
+    wide = to_float64(captured.graph)
+    assert names(wide) == names(captured.graph)
+    assert names(run(wide, PREPARE)) == names(run(copy_graph(captured.graph), PREPARE))

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 from autopar.clean_graph import place
 from autopar.compare_with_eager import compare_with_eager
+from autopar.custom_functions import refuse_other_backwards
 from autopar.errors import AutoparError
 from autopar.evaluate import double, run_graph, to_float64
 from autopar.export_model import Call, Loss, Outputs, aliases_of, export_model
@@ -139,6 +140,7 @@ def capture(
     whole = export_model(call, batch)
     tiny = export_model(call, TINY if batch != TINY else TINY + 1)
     _refuse_other_program(whole.graph, tiny.graph, batch)
+    refuse_other_backwards(tiny.applied)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     real = signature.real and not any(t.is_meta for t in (*parameters.values(), *buffers.values()))
     if check and real:

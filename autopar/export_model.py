@@ -18,6 +18,7 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.clean_graph import clean_graph, sharing_memory, writes_in_place
+from autopar.custom_functions import Applied
 from autopar.errors import AutoparError
 from autopar.signature import Signature
 from autopar.traps import refuse_failure, watched_trace
@@ -46,6 +47,7 @@ class Exported:
     has_loss: bool
     changed: tuple[str, ...]  # Python numbers of modules that forward changed
     hints: tuple[str, ...]
+    applied: tuple[Applied, ...]  # calls of the model's own autograd.Functions
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,7 @@ def export_model(call: Call, rows: int) -> Exported:
     Raises AutoparError where the model cannot be traced or what it does cannot be kept.
     """
     hints: list[str] = []
+    applied: list[Applied] = []
     flat = _Flat(call)
     mode = FakeTensorMode(allow_non_fake_inputs=True, export=True)
     with mode:
@@ -123,7 +126,7 @@ def export_model(call: Call, rows: int) -> Exported:
             torch.enable_grad(),
             _quiet(),
             _countable(call.model),
-            watched_trace(call.model, hints, call.loss_required),
+            watched_trace(call.model, hints, call.loss_required, applied),
         ):
             program = torch.export.export(flat, inputs, strict=False).module(check_guards=False)
     except Exception as error:
@@ -140,7 +143,7 @@ def export_model(call: Call, rows: int) -> Exported:
             f"{type(model).__name__}: its loss depends on no parameter that requires a gradient (frozen, under "
             "no_grad or detached). Unfreeze one, or use eval() for forward only."
         )
-    return Exported(graph, constants, outputs, flat.seen.has_loss, flat.seen.changed, tuple(hints))
+    return Exported(graph, constants, outputs, flat.seen.has_loss, flat.seen.changed, tuple(hints), tuple(applied))
 
 
 def aliases_of(model: nn.Module) -> dict[str, str]:

@@ -20,6 +20,7 @@ import torch
 import torch.utils.checkpoint
 from torch import fx, nn
 
+from autopar.custom_functions import Applied, inlined
 from autopar.errors import AutoparError
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
@@ -125,16 +126,11 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, backward: bool) -> Non
 
 
 @contextmanager
-def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterator[None]:
-    """While the model is traced: refuse custom backwards and tensor hooks where ``backward`` matters, and note
-    checkpointed regions in ``hints``."""
+def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: list[Applied]) -> Iterator[None]:
+    """While the model is traced: list custom backwards in ``applied`` and refuse tensor hooks where ``backward``
+    matters, and note checkpointed regions in ``hints``."""
     names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
     regions: list[str] = []
-
-    def setup_context_defined(function: Any) -> Any:
-        # Function.apply asks this first; patching apply itself would miss ``fn = MyFunction.apply`` bound before
-        _refuse_function(sys._getframe(1).f_locals.get("cls"), names)
-        return original_setup(function)
 
     def register_hook(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not is_users(sys._getframe(1).f_code.co_filename):
@@ -150,16 +146,13 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterato
         regions.append(where_now(names))
         return original_checkpoint(*args, **kwargs)
 
-    original_setup: Callable[[Any], Any] = torch.autograd.function._is_setup_context_defined
     original_inference: Callable[[Any], None] = torch.inference_mode.__enter__
     original_hook = torch.Tensor.register_hook
     original_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint))
         if backward:
-            stack.enter_context(
-                patch.object(torch.autograd.function, "_is_setup_context_defined", setup_context_defined)
-            )
+            stack.enter_context(inlined(lambda: where_now(names), lambda cls: _refuse_function(cls, names), applied))
             stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
             stack.enter_context(patch.object(torch.inference_mode, "__enter__", enter_inference))
         yield
@@ -168,18 +161,11 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool) -> Iterato
         hints.append(f"{regions[0]}{more}: checkpointed regions are dropped; recomputation is the plan's choice.")
 
 
-def _refuse_function(cls: Any, names: dict[int, str]) -> None:
-    """Refuse the autograd.Function ``cls`` that is being applied, unless it is torch's own."""
-    if not isinstance(cls, type):
-        return
+def _refuse_function(cls: type, names: dict[int, str]) -> None:
+    """Refuse the one autograd.Function of torch that a trace loses."""
     if cls.__name__ == "CheckpointFunction" and cls.__module__ == "torch.utils.checkpoint":
         raise AutoparError(
             f"{where_now(names)}: uses reentrant checkpointing (capture loses its gradient). Use use_reentrant=False."
-        )
-    if not cls.__module__.startswith("torch."):
-        raise AutoparError(
-            f"{where_now(names)}: calls autograd.Function {cls.__name__} (capture would lose its backward). Write it "
-            "with plain ops, or as a torch.library.custom_op with register_autograd."
         )
 
 

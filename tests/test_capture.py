@@ -669,3 +669,59 @@ def test_gradients_pass_writes_into_views() -> None:
             return (out * scale).sum()
 
     assert capture(Written(4, 4), (torch.randn(6, 4),)).checked == "equal"
+
+
+class Cubed(torch.autograd.Function):
+    """``x ** 3`` with its derivative written out, in the older form."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+class Scaled(torch.autograd.Function):
+    """``x * factor``, in the newer form."""
+
+    @staticmethod
+    def forward(x, factor):
+        return x * factor
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.factor = inputs[1]
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.factor, None
+
+
+class WithFunctions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.cubed = nn.Linear(3, 2), Cubed.apply
+
+    def forward(self, x):
+        return Scaled.apply(self.cubed(self.fc(x)), 0.5).sum()
+
+
+def test_a_function_whose_backward_is_the_derivative_is_its_ops() -> None:
+    torch.manual_seed(0)
+    model, x = WithFunctions(), torch.randn(4, 3)
+    captured = capture(model, (x,))
+    assert captured.checked == "equal"
+    assert [str(n.target) for n in captured.graph.graph.nodes if n.op == "call_function"] == [
+        "aten.linear.default",
+        "aten.pow.Tensor_Scalar",
+        "aten.mul.Tensor",
+        "aten.sum.default",
+    ]
+    loss = run_graph(captured.graph, (x,), captured.attributes)["outputs"][0]
+    got = torch.autograd.grad(loss, list(model.parameters()))
+    want = torch.autograd.grad(model(x), list(model.parameters()))
+    torch.testing.assert_close(got, want)

@@ -34,8 +34,7 @@ def clean_graph(
 
     ``names``: placeholder names. ``aliases``: further names of tied tensors -> the canonical one. ``kinds``: canonical
     FQN -> ``trainable``, ``frozen`` or ``buffer``. no_grad regions are inlined (what enters them passes through
-    ``detach``), disabled autocast regions too. Random ops, enabled autocast and control-flow operators raise
-    AutoparError.
+    ``detach``), disabled autocast regions too. Enabled autocast and control-flow operators raise AutoparError.
     """
     inliner = _Inliner(names, aliases, kinds)
     outputs = inliner.top(program)
@@ -44,7 +43,6 @@ def clean_graph(
     _drop_dead(graph)
     name_dtypes(graph)
     for node in graph.nodes:
-        _refuse_random(node)
         _refuse_symbolic(node)
     used = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
     constants = {n: inliner.tensors[n] for n in used if n not in kinds}
@@ -239,22 +237,6 @@ def _inner(module: fx.GraphModule) -> fx.Node:
     """The first op of a region."""
     nodes: list[fx.Node] = list(module.graph.nodes)
     return next((n for n in nodes if n.op == "call_function"), nodes[0])
-
-
-def _refuse_random(node: fx.Node) -> None:
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return
-    if torch.Tag.nondeterministic_seeded not in node.target.tags:
-        return
-    p = next((v for v in (argument(node, n) for n in ("p", "dropout_p", "dropout")) if v is not None), None)
-    training = next((v for v in (argument(node, n) for n in ("train", "training")) if v is not None), True)
-    if p == 0 or not training:
-        return
-    name = node.target._schema.name.removeprefix("aten::")
-    raise AutoparError(
-        f"{place(node)}: {name} draws random numbers{f' (p={p})' if p else ''} (random ops are refused until autopar "
-        "has masks that do not depend on the plan). Set its probability to 0, or use eval()."
-    )
 
 
 def _refuse_symbolic(node: fx.Node) -> None:

@@ -17,6 +17,7 @@ from autopar.traps import refuse_run
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest value; the ops are the same
 COARSE = 3e-2  # half precisions: the order of sums may differ
+SEED = 0  # of the random numbers of every run
 FLOOR = 1e-3  # of the largest gradient of any parameter: gradients that are zero but for noise
 WAY_OUT = "State kept in Python, or a backward of its own, is what capture loses: write it with buffers and plain ops."
 
@@ -28,7 +29,7 @@ def compare_with_eager(
 
     ``attributes``: the tensors behind the graph's ``get_attr`` nodes. ``twice``: the model must also give the same when
     run again from the same buffers. Leaves buffers, numbers, gradients and the random state as they were. Raises
-    AutoparError with the name of the first difference.
+    AutoparError with the name of the first difference. Every run draws its random numbers from the same start.
     """
     model = call.model
     gpus = sorted({t.device.index for t in attributes.values() if t.is_cuda})
@@ -37,6 +38,7 @@ def compare_with_eager(
         eager, again = _eager(call, rows, twice)
         held = {n: t if isinstance(t, nn.Parameter) else t.clone() for n, t in attributes.items()}
         try:
+            torch.manual_seed(SEED)
             outputs = tuple(run_graph(graph, call.signature.example(rows), held)["outputs"])
             captured = _Result(outputs, _gradients(outputs, call.trainable), held)
         except Exception as error:
@@ -67,10 +69,12 @@ def _eager(call: Call, rows: int, twice: bool) -> tuple[_Result, tuple[torch.Ten
     try:
         with _numbers_kept(call.model):
             with _buffers_kept(call.model):
+                torch.manual_seed(SEED)
                 outputs, _, _ = call(call.signature.example(rows))
                 gradients = _gradients(outputs, call.trainable)
                 buffers = {n: b.detach().clone() for n, b in call.model.named_buffers()}
             with _buffers_kept(call.model):
+                torch.manual_seed(SEED)
                 again = call(call.signature.example(rows))[0] if twice else ()
         return _Result(outputs, gradients, buffers), again
     except AutoparError:

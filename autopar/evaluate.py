@@ -10,6 +10,8 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from autopar.runtime.counter_random import draws
+
 WIDER = {
     torch.float32: torch.float64,
     torch.float16: torch.float64,
@@ -19,12 +21,15 @@ WIDER = {
 }
 
 
-def run_graph(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor], attrs: Mapping[str, torch.Tensor]) -> Any:
+def run_graph(
+    graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor], attrs: Mapping[str, torch.Tensor], key: int = 0
+) -> Any:
     """Run the graph op by op and return what its output node holds, ``{"outputs": (loss, ...), "buffers": {...}}``.
 
     ``inputs``: one tensor per placeholder, of the placeholders' shapes. ``attrs``: parameters, buffers and constants by
     FQN; buffers that the graph changes in place are changed. Ops that create tensors do so on the device of ``attrs``,
-    whatever device was captured. Autograd works through it.
+    whatever device was captured. Autograd works through it. ``key``: what random ops draw by in a graph after
+    `counter_random` (`random_key`); in the captured one they draw as torch does.
 
     Example:
         >>> from autopar.capture import capture
@@ -36,15 +41,17 @@ def run_graph(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor], attr
         True
     """
     device = next((t.device for t in (*attrs.values(), *inputs)), torch.device("cpu"))
-    return _Evaluator(graph_module, attrs, device).run(*inputs)
+    return _Evaluator(graph_module, attrs, device, key).run(*inputs)
 
 
 class _Evaluator(fx.Interpreter):
-    def __init__(self, graph_module: fx.GraphModule, attrs: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    def __init__(
+        self, graph_module: fx.GraphModule, attrs: Mapping[str, torch.Tensor], device: torch.device, key: int
+    ) -> None:
         super().__init__(graph_module)
         self.extra_traceback = False
         self._attrs = attrs
-        self._device = device
+        self._device, self._key = device, key
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self._attrs[target]
@@ -64,6 +71,8 @@ class _Evaluator(fx.Interpreter):
             target = torch.ops.aten.reshape.default  # strides may be another device's
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._device}
+        if draws(target):
+            kwargs = {**kwargs, "key": self._key}
         return target(*(self._device if isinstance(a, torch.device) else a for a in args), **kwargs)
 
 

@@ -17,6 +17,7 @@ if __name__ != "autopar.passes":
     raise ImportError(f"{__name__!r} is a folder of autopar: import autopar.passes instead")
 
 PREPARE = (
+    "counter_random",
     "functionalize_mutations",
     "views_to_reshapes",
     "drop_noops",

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from autopar.passes.facts import is_tensor
+from autopar.runtime.counter_random import draws
 
 aten = torch.ops.aten
 
@@ -52,7 +53,8 @@ class Constants:
             read = [] if at.target in FILLS or at.op != "call_function" else at.all_input_nodes
             unknown = [a for a in read if a not in self._known]
             if not unknown:
-                self._known[at] = at.op == "call_function" and all(self._known[a] for a in read)
+                plain = at.op == "call_function" and not draws(at.target)
+                self._known[at] = plain and all(self._known[a] for a in read)
                 todo.pop()
             todo += unknown
         return self._known[node]

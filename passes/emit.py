@@ -35,6 +35,7 @@ class Emitter:
         self.groups = groups
         self.env: dict[fx.Node, fx.Node] = {}
         self.microbatch: fx.Node | None = None
+        self.key: fx.Node | None = None  # what random ops draw by
         self.at: fx.Node | None = None  # the global node being lowered
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:

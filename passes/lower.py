@@ -67,7 +67,8 @@ class Lowerable:
 
 @dataclass(frozen=True)
 class Local:
-    """The program of one rank. Graph placeholders: parameters, buffers, constants, inputs, hoisted, microbatch."""
+    """The program of one rank. Graph placeholders: parameters, buffers, constants, inputs, hoisted, microbatch, and the
+    key of the step (`random_key`), which the prologue takes too."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -146,7 +147,7 @@ def _signature(model: Lowerable, *, hoisted: bool) -> list[tuple[str, str]]:
     names += [("placeholder", n) for n in model.inputs]
     if hoisted:
         names += [("placeholder", n) for n in model.hoisted] + [("microbatch", "microbatch")]
-    return names
+    return [*names, ("key", "key")]
 
 
 def enter_graph(use: ParameterUse, mesh: Mesh, rank: int, groups: Mapping[str, str]) -> fx.GraphModule:

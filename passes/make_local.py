@@ -18,6 +18,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,9 +27,10 @@ from autopar.passes.changes import Step
 from autopar.passes.emit import Emitter
 from autopar.passes.facts import fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
-from autopar.passes.layout import Mesh
+from autopar.passes.layout import SHARD, Mesh
 from autopar.passes.rules.core import LOCALIZE
 from autopar.passes.strategy import special_of
+from autopar.runtime.counter_random import draws, runs_of
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,9 @@ def make_local(
         if kind == "microbatch":
             local.meta["val"] = 0 if mesh.time is None else coordinates[mesh.time]  # one with the rows of this program
             emitter.microbatch = local
+        elif kind == "key":
+            local.meta["val"] = 0
+            emitter.key = local
         elif (kind, name) in known:
             node = known[kind, name]
             shape = produced_layout(node).local_shape(value(node).shape, mesh, coordinates)
@@ -116,10 +121,24 @@ def lower_node(node: fx.Node, emitter: Emitter) -> fx.Node:
             args, kwargs = localize(node, args, kwargs, sizes)
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": emitter.device}
+        if draws(node.target):
+            kwargs = {**kwargs, **_place(node, emitter)}
         local = emitter.call(node.target, *args, **kwargs)
     assert isinstance(local, fx.Node)
     _check(node, local, sizes)
     return local
+
+
+def _place(node: fx.Node, emitter: Emitter) -> dict[str, Any]:
+    """Which piece of the whole a random op makes, and the key of the step: see `autopar.runtime.counter_random`."""
+    strategy, shape, mesh = fact(node).strategy, value(node).shape, emitter.mesh
+    assert strategy is not None and strategy.results[0] is not None and emitter.key is not None
+    layout, at = strategy.results[0], emitter.coordinates
+    if mesh.time is None or layout.kinds[mesh.time] != SHARD:
+        return {"key": emitter.key, "shape": list(shape), "runs": runs_of([layout.runs(shape, mesh, at)])}
+    moments = range(mesh.axes[mesh.time].size)
+    pieces = [layout.runs(shape, mesh, (*at[: mesh.time], m, *at[mesh.time + 1 :])) for m in moments]
+    return {"key": emitter.key, "microbatch": emitter.microbatch, "shape": list(shape), "runs": runs_of(pieces)}
 
 
 def _sizes(node: fx.Node, emitter: Emitter) -> Sizes:

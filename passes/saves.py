@@ -134,7 +134,9 @@ def call_of(
         first = next(i for i in range(slot + 1) if nodes[i] is operand and (shapes is None or shapes[i] == shape))
         operands.append(Operand(shape, strides, v.dtype, v.grad, first))
     count = iter(range(len(nodes)))
-    return Call(node.target, tuple(operands), _freeze(args or (node.args, node.kwargs), count, set(nodes)))
+    positional, named = args or (node.args, node.kwargs)
+    named = {k: v for k, v in named.items() if k != "draw"}  # which numbers a random op draws changes nothing here
+    return Call(node.target, tuple(operands), _freeze((positional, named), count, set(nodes)))
 
 
 def strides_of(node: fx.Node) -> tuple[int, ...]:

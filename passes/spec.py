@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from autopar.passes import PREPARE
+from autopar.passes.counter_random import is_random
 from autopar.passes.cross_entropy_keeps_dims import is_flat_loss
 from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop, joined, trained
 from autopar.passes.facts import KEY, Fact
@@ -47,21 +48,8 @@ def _captured(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} is a {node.op}"
         elif node.op == "call_function" and not _is_op(node.target):
             yield f"{node.name} calls {node.target}"
-        elif node.op == "call_function" and is_random(node):
-            yield f"{node.name} ({node.target}) draws random numbers"
         elif node.op != "call_function" or node.target not in ASSERTIONS:
             yield from _values(node)
-
-
-def is_random(node: fx.Node) -> bool:
-    """Whether the op draws random numbers: dropout with p > 0 in training does, attention without dropout does not."""
-    target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    given = dict(zip((a.name for a in target._schema.arguments), node.args)) | dict(node.kwargs)
-    given = {a.name: given.get(a.name, a.default_value) for a in target._schema.arguments}
-    off = any(given.get(name) == 0 for name in ("p", "dropout", "dropout_p"))
-    return not off and given.get("train") is not False and given.get("training") is not False
 
 
 def _is_op(target: Any) -> bool:
@@ -172,6 +160,7 @@ def _masks(node: fx.Node) -> bool:
 
 _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     "capture": _captured,
+    "counter_random": _each(is_random, "draws random numbers"),
     "functionalize_mutations": _each(lambda n: is_mutating(n.target) or is_training_batch_norm(n), "writes in place"),
     "views_to_reshapes": _each(_views, "is a view in another form"),
     "drop_noops": _does_nothing,

@@ -238,7 +238,7 @@ def _key(
     lines = []
     for op in ops:
         args = tuple(_words(a, word) for a in op.args)
-        kwargs = tuple((k, _words(a, word)) for k, a in sorted(op.kwargs.items()) if k != "device")
+        kwargs = tuple((k, _words(a, word)) for k, a in sorted(op.kwargs.items()) if k not in ("device", "draw"))
         made = tuple((_index(t), mark(t), *outside(t)) for t in results_of(op))
         lines.append((str(op.target), args, kwargs, tuple(fact(op).values), mark_op(op), made))
     return tuple(lines), tuple(borders)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from autopar.passes.layout import PARTIAL, SHARD, Mesh
 from autopar.runtime.buckets import buckets
+from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import Ranks, naming, placements
 from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local, take
 
@@ -76,14 +77,17 @@ class Program:
     """Executes a lowered step on this rank. All ranks call the same methods in the same order.
 
     ``local``: what `lower` made for this rank; ``tensors``: what `place` made; ``constants``: full values by name, of
-    which rank 0's count.
+    which rank 0's count; ``seed``: of random ops, the same on all ranks, whose numbers also depend on ``steps``, the
+    calls of `step` and `forward` so far.
 
     Example:
         ``program = Program(local, place(model, local.parameters, ranks), ranks, constants)``, then in each step
         ``(loss,) = program.step([tokens, labels])``; ``optimizer.step()``.
     """
 
-    def __init__(self, local: Local, tensors: nn.Module, ranks: Ranks, constants: Mapping[str, Tensor]) -> None:
+    def __init__(
+        self, local: Local, tensors: nn.Module, ranks: Ranks, constants: Mapping[str, Tensor], seed: int = 0
+    ) -> None:
         self.local, self.tensors, self.mesh = local, tensors, local.mesh
         self.ranks = ranks.for_mesh(local.mesh)
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
@@ -92,7 +96,7 @@ class Program:
         self.buckets = buckets(local)
         self._order = tuple(self.mesh.index(name) for name in names if self.mesh.space)
         self.data_axes = _data_axes(local.inputs, self.mesh)
-        self.steps = 0
+        self.seed, self.steps, self._compared = seed, 0, False
 
     @property
     def data_rank(self) -> int:
@@ -156,15 +160,16 @@ class Program:
         """Every microbatch in turn: (the first ``keep`` outputs of each, buffer updates of the last)."""
         buffers = [self.tensors.get_buffer(name) for name in self.local.buffers]
         fixed = [*(h.leaf for h in held), *buffers, *self.constants]
+        key = random_key(self.seed, self.steps)
         hoisted: tuple[Tensor, ...] = ()
         if self.local.prologue is not None:
             with torch.no_grad():
-                hoisted, _ = self.local.prologue(*fixed, *batch.whole)
+                hoisted, _ = self.local.prologue(*fixed, *batch.whole, key)
         made: list[tuple[Tensor, ...]] = []
         updates: tuple[Tensor, ...] = ()
         for m, rows in enumerate(self.rows):
             body = self._body(rows)
-            outs, updates = body(*fixed, *batch.pieces[m], *hoisted, m)
+            outs, updates = body(*fixed, *batch.pieces[m], *hoisted, m, key)
             outs = outs[:keep]  # what nobody asked for is not held during backward
             if train:
                 if not outs[0].requires_grad:
@@ -236,8 +241,9 @@ class Program:
             raise AutoparError(f"step: got {len(inputs)} tensor inputs, the plan takes {len(uses)} ({names}).")
         for use, tensor in zip(uses, inputs, strict=True):
             self._check(use, tensor, inputs_are)
-        if self.steps == 0:
+        if not self._compared:
             self._same(inputs, inputs_are)
+            self._compared = True
         inputs = [tensor.to(self.ranks.device) for tensor in inputs]
         pieces = [
             [self._piece(u, t, inputs_are, m) for u, t in zip(uses, inputs, strict=True)] for m in range(len(self.rows))
@@ -298,11 +304,16 @@ class Program:
         """Ranks that must have the same inputs compare their hashes."""
         own = [_hash(tensor) for tensor in inputs]
         data_rank = self.data_rank if inputs_are == "local" else 0
-        every = self.ranks.gather_numbers([data_rank, *own])
+        every = self.ranks.gather_numbers([data_rank, random_key(self.seed, self.steps), *own])
         first: dict[int, int] = {}
-        for rank, (group, *hashes) in enumerate(every):
+        for rank, (group, key, *hashes) in enumerate(every):
+            if key != every[0][1]:
+                raise AutoparError(
+                    f"step: ranks 0 and {rank} draw other random numbers. Give compile the same seed= on every rank, and set "
+                    "parallel.steps alike."
+                )
             other = first.setdefault(group, rank)
-            for use, a, b in zip(self.local.inputs, hashes, every[other][1:], strict=True):
+            for use, a, b in zip(self.local.inputs, hashes, every[other][2:], strict=True):
                 if a != b:
                     raise AutoparError(
                         f"step: input {use.name!r} differs between ranks {other} and {rank}, which need the same "

@@ -46,11 +46,13 @@ def axis_groups(mesh: Mesh) -> dict[str, list[list[int]]]:
     return groups
 
 
-def stacked_step(programs: Sequence[Local], attributes: Mapping[str, Tensor], inputs: Sequence[Tensor]) -> StackedStep:
+def stacked_step(
+    programs: Sequence[Local], attributes: Mapping[str, Tensor], inputs: Sequence[Tensor], key: int = 0
+) -> StackedStep:
     """Run one step of ``programs``, one a rank in order (`lower` with groups named like the axes).
 
     ``attributes``: full parameters, buffers and constants by name; ``inputs``: the whole global batch, in the order of
-    the programs' inputs. Invariant gradients must agree on all ranks bit for bit: raises AssertionError where not.
+    the programs' inputs; ``key``: of the step (`random_key`). Invariant gradients must agree on all ranks bit for bit: raises AssertionError where not.
     """
     first, mesh = programs[0], programs[0].mesh
     groups = axis_groups(mesh)
@@ -70,12 +72,12 @@ def stacked_step(programs: Sequence[Local], attributes: Mapping[str, Tensor], in
     pieces = [[_pieces(p, rank, m, inputs) for m in range(len(rows))] for rank, p in enumerate(programs)]
     hoisted: list[tuple[Tensor, ...]] = [() for _ in programs]
     if first.prologue is not None:
-        whole = [[*fixed[r], *_rejoined(p, pieces[r])] for r, p in enumerate(programs)]
+        whole = [[*fixed[r], *_rejoined(p, pieces[r]), key] for r, p in enumerate(programs)]
         made = run_stacked([p.prologue for p in programs if p.prologue is not None], whole, groups)
         hoisted = [outputs for outputs, _ in made]
     losses, updates = [], []
     for m, n in enumerate(rows):
-        given = [[*fixed[r], *pieces[r][m], *hoisted[r], m] for r in range(len(programs))]
+        given = [[*fixed[r], *pieces[r][m], *hoisted[r], m, key] for r in range(len(programs))]
         made = run_stacked([p.body[n] for p in programs], given, groups)
         losses.append([outputs[0] for outputs, _ in made])
         updates = [update for _, update in made]

@@ -15,6 +15,7 @@ from autopar.equality import FP64, Difference, Run, distances
 from autopar.evaluate import WIDER
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_prologue
+from autopar.passes.counter_random import counter_random
 from autopar.passes.facts import fact
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Lowerable, lower, with_changes
@@ -28,9 +29,9 @@ from autopar.runtime.stacked_step import stacked_step
 class StackedJudge:
     """One captured model; every method asserts that a plan gives the loss, gradients and buffers of one process."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.captured = capture(model, args, kwargs, check=False)
-        self.graph = to_float64(self.captured.graph)
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: int = 7) -> None:
+        self.captured, self.key = capture(model, args, kwargs, check=False), key
+        self.graph = counter_random(to_float64(self.captured.graph))
         self.attributes = double(self.captured.attributes)
         self.inputs = [t.to(WIDER.get(t.dtype, t.dtype)) for t in self.captured.flatten_inputs(args, kwargs)]
         self._prepared: dict[bool, Prepared] = {}
@@ -45,7 +46,7 @@ class StackedJudge:
     def reference(self) -> Run:
         """One process, on clones of what forward may change."""
         held = {n: t.clone() if n not in self.captured.parameters else t for n, t in self.attributes.items()}
-        loss = run_graph(self.graph, [t.clone() for t in self.inputs], held)["outputs"][0]
+        loss = run_graph(self.graph, [t.clone() for t in self.inputs], held, self.key)["outputs"][0]
         loss.backward()
         grads = {n: held[n].grad for n in self.captured.parameters}
         return Run(loss.detach(), grads, {n: held[n].detach() for n in self.captured.buffers}, {})
@@ -91,7 +92,7 @@ class StackedJudge:
         """How far a step of all ranks is from one process, the farthest tensor first."""
         groups, changed = {a.name: a.name for a in lowerable.mesh.axes}, with_changes(lowerable)
         programs = [lower(changed, rank, groups) for rank in range(changed.mesh.ranks)]
-        step = stacked_step(programs, {n: t.detach() for n, t in self.attributes.items()}, self.inputs)
+        step = stacked_step(programs, {n: t.detach() for n, t in self.attributes.items()}, self.inputs, self.key)
         grads = {n: step.gradients.get(n) for n in self.captured.parameters}
         buffers: dict[str, Tensor] = {n: step.buffers.get(n, self.attributes[n]) for n in self.captured.buffers}
         return distances(Run(step.loss, grads, buffers, {}), self.reference, lr=1.0)

@@ -81,7 +81,7 @@ MODELS = {
         def make(between=None, width=4):
             return Net(between or nn.Identity(), width), (torch.ones(6, width),), {}
         def branch(): return make(lambda x: x if x.sum() > 0 else -x)
-        def dropout(): return make(nn.Dropout(0.1))
+        def poisson(): return make(lambda x: torch.poisson(x.abs()))
         def norm(): return make(nn.BatchNorm1d(4))
         def hook():
             made = make()
@@ -243,7 +243,7 @@ COMMANDS = {
         "plan refused.py:branch",
         r"refused.py:14\): what runs here depends on the values of tensors",
     ),
-    "dropout": ("plan refused.py:dropout", r"between \(.*refused.py:10\): dropout draws random numbers"),
+    "an unknown random op": ("plan refused.py:poisson", r"refused.py:10: aten.poisson.default draws random numbers"),
     "a backward hook": ("plan refused.py:hook", "fc: has a backward hook"),
     "a model that is wrapped": ("plan refused.py:wrapped", "is wrapped by DataParallel"),
     "a model without gradient": ("plan refused.py:frozen", "depends on no parameter that requires a gradient"),

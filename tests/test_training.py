@@ -234,9 +234,6 @@ def evaluate_first(rank: int, ranks: int, pins: str) -> dict[str, Any]:
     model = net(dropout=0.5).eval()
     parallel = compiled(model, ranks, pins)
     made = parallel(batch()[0])["logits"]
-    parallel.train()
-    with pytest.raises(autopar.AutoparError, match="dropout draws random numbers"):
-        parallel.step(*batch())
     parallel = compiled(net().eval(), ranks, pins)
     parallel.train()
     return {"logits": made, "loss": parallel.step(*batch()), "grads": grads(parallel)}

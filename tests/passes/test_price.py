@@ -174,7 +174,7 @@ LOCAL = {
     aten.layer_norm.default: Of(lambda x, w: F.layer_norm(x, (8,), w), (4, 4, 8), (8,)),
     aten.softmax.int: Of(lambda x: x.softmax(-1), (4, 4, 8)),
     aten.max_pool2d.default: Of(lambda x: F.max_pool2d(x, 2), (4, 4, 8, 8)),
-    aten.dropout.default: Of(lambda x: F.dropout(x, 0.5), (4, 4, 8)),
+    torch.ops.autopar.dropout.default: Of(lambda x: F.dropout(x, 0.5), (4, 4, 8)),
     aten.group_norm.default: Of(lambda x: F.group_norm(x, 4), (4, 8, 4)),
 }
 

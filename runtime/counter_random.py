@@ -1,0 +1,195 @@
+"""Random numbers that depend on a counter alone: library ops ``torch.ops.autopar.uniform`` and ``.dropout``.
+
+The number of an element is a hash of (seed, step, op, index of the element in the global tensor), so it is the same on
+whatever rank and in whatever microbatch it is made, and when it is made again. Both ops take, by keyword:
+
+- ``draw``: the number of the op in its program; ``key``: `random_key` of the seed and the step;
+- ``shape`` and ``runs`` (`runs_of`): the global shape, and the runs of indices that this rank has of every dim, for
+  every microbatch; none where the tensor is whole; ``microbatch``: which one it is.
+
+>>> import torch
+>>> key = random_key(seed=1, step=0)
+>>> whole = torch.ops.autopar.uniform([2, 3], key=key)
+>>> column = torch.ops.autopar.uniform([2, 1], key=key, shape=[2, 3], runs=[1, 0, 2, 1, 1, 1])
+>>> torch.equal(whole[:, 1:2], column)
+True
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.library import LIBRARY, composite, kernels
+
+Runs = tuple[tuple[tuple[int, int], ...], ...]  # of every dim the (start, length) runs of global indices
+
+WEYL = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
+ROUNDS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)  # odd multipliers, of splitmix64
+BITS = {torch.float32: 24, torch.float64: 53}  # uniform numbers have as many as their type holds exactly
+AT_ONCE = {"cpu": 1 << 18}  # elements hashed at a time, 8 bytes each: what a cache holds
+MANY = 1 << 22  # the same on other devices
+INNER = 1 << 10  # elements, at least, of the inner of the two vectors of which indices are sums
+PLACE = "int draw=0, int key=0, int microbatch=0, int[] shape=[], int[] runs=[]"
+
+
+def random_key(seed: int, step: int) -> int:
+    """What all ops of one step draw by, an integer of 64 bits.
+
+    >>> random_key(0, 0) != random_key(0, 1) != random_key(1, 0)
+    True
+    """
+    return _signed(_mix(_mix(seed) + step))
+
+
+def runs_of(pieces: Sequence[Runs]) -> list[int]:
+    """The argument ``runs`` for the pieces of all microbatches: of every dim the number of its runs, and these.
+
+    >>> runs_of([(((0, 2),), ((0, 1), (4, 1)))])
+    [1, 0, 2, 2, 0, 1, 4, 1]
+    """
+    return [n for piece in pieces for dim in piece for n in (len(dim), *itertools.chain(*dim))]
+
+
+def draws(target: Any) -> bool:
+    """Whether an op of a graph takes a key: it is a random op of this library."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and schema.name.startswith("autopar::") and any(a.name == "key" for a in schema.arguments)
+
+
+# -- hashes of global indices ----------------------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=1 << 12)
+def _read_runs(ndim: int, runs: tuple[int, ...], microbatch: int) -> Runs:
+    """What `runs_of` wrote of one microbatch."""
+    numbers = iter(runs)
+    for _ in range(microbatch + 1):
+        piece = tuple(tuple((next(numbers), next(numbers)) for _ in range(next(numbers))) for _ in range(ndim))
+    return piece
+
+
+@lru_cache(maxsize=64)
+def _indices(shape: tuple[int, ...], piece: Runs, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Two vectors, outer and inner, whose sums are the row-major global indices of a piece, times `WEYL`."""
+    dims = []
+    for d, runs in enumerate(piece):
+        places = torch.cat([torch.arange(start, start + length) for start, length in runs])
+        dims.append(places * _signed(math.prod(shape[d + 1 :]) * WEYL))
+    inner = outer = torch.zeros(1, dtype=torch.int64)
+    while dims and inner.numel() < INNER:
+        inner = (dims.pop()[:, None] + inner).flatten()
+    for dim in dims:
+        outer = (outer[:, None] + dim).flatten()
+    return outer.to(device), inner.to(device)
+
+
+def _hashes(
+    made: Tensor, draw: int = 0, key: int = 0, microbatch: int = 0, shape: Sequence[int] = (), runs: Sequence[int] = ()
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """The elements of a contiguous ``made`` as rows of a matrix, a few at a time, and their hashes in int64."""
+    whole = tuple(((0, n),) for n in made.shape)
+    piece = _read_runs(made.ndim, tuple(runs), microbatch) if runs else whole
+    outer, inner = _indices(tuple(shape or made.shape), piece, made.device)
+    assert outer.numel() * inner.numel() == made.numel(), f"{piece} of {shape} is no piece of shape {made.shape}"
+    outer = outer + _signed(_mix(_mix(key) ^ _mix(draw)))
+    rows = max(1, AT_ONCE.get(made.device.type, MANY) // max(1, inner.numel()))
+    for some, start in zip(made.view(len(outer), len(inner)).split(rows), outer.split(rows), strict=True):
+        yield some, _hash(start[:, None] + inner)
+
+
+def _hash(z: Tensor) -> Tensor:
+    """In place, twice: xor of the upper half into the lower, and a product."""
+    halves = z.view(torch.int32)
+    low, high = halves[:, 0::2], halves[:, 1::2]
+    for factor in ROUNDS:
+        low.bitwise_xor_(high)
+        z.mul_(_signed(factor))
+    return z
+
+
+def _mix(n: int) -> int:
+    """A hash of an integer to 64 bits, that of splitmix64."""
+    n = (n + WEYL) % 2**64
+    for shift, factor in zip((30, 27), ROUNDS, strict=True):
+        n = (n ^ n >> shift) * factor % 2**64
+    return n ^ n >> 31
+
+
+def _signed(n: int) -> int:
+    n %= 2**64
+    return n - 2**64 if n >= 2**63 else n
+
+
+# -- uniform: numbers in [0, 1), float32 or float64; ``like`` gives its device ---------------------------------------
+
+
+def _uniform_like(x: Tensor, **place: Any) -> Tensor:
+    made = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    bits = BITS[x.dtype]
+    for rows, hashes in _hashes(made, **place):
+        numbers = hashes.bitwise_right_shift_(64 - bits).add_(2 ** (bits - 1))
+        torch.mul(numbers, 2.0**-bits, out=rows)
+    return made
+
+
+def _uniform(
+    size: list[int], like: Tensor | None = None, *, dtype: Any = torch.float32, device: Any = None, **place: Any
+) -> Tensor:
+    empty = torch.empty((), dtype=dtype, device=device if like is None else like.device)
+    made: Tensor = torch.ops.autopar.uniform_like(empty.expand(size), **place)
+    return made
+
+
+kernels(f"uniform_like(Tensor x, *, {PLACE}) -> Tensor", _uniform_like, lambda x, **_: torch.empty_like(x))
+uniform = composite(
+    f"uniform(int[] size, Tensor? like=None, *, ScalarType? dtype=None, Device? device=None, {PLACE}) -> Tensor",
+    _uniform,
+)
+
+
+# -- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def _dropout_and_mask(x: Tensor, p: float, **place: Any) -> tuple[Tensor, Tensor]:
+    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+    limit = min(round((1 - p) * 2**32) - 2**31, 2**31 - 1)
+    for rows, hashes in _hashes(kept, **place):
+        torch.lt(hashes.view(torch.int32)[:, 1::2], limit, out=rows)
+    return _scaled(x, kept, p), kept
+
+
+def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    """``x * kept / (1 - p)``; zeros where nothing is kept."""
+    return (x * kept).div_(1 - p if p < 1 else 1)
+
+
+def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    ctx.p, kept = inputs[1], output[1]
+    ctx.save_for_backward(kept)
+    ctx.mark_non_differentiable(kept)
+
+
+def _dropout_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    (kept,) = ctx.saved_tensors
+    return _scaled(grad, kept, ctx.p), None
+
+
+kernels(
+    f"dropout_and_mask(Tensor x, float p, *, {PLACE}) -> (Tensor, Tensor)",
+    _dropout_and_mask,
+    lambda x, p, **_: (torch.empty_like(x), torch.empty(x.shape, dtype=torch.bool, device=x.device)),
+)
+torch.library.register_autograd(
+    "autopar::dropout_and_mask", _dropout_backward, setup_context=_dropout_setup, lib=LIBRARY
+)
+dropout = composite(
+    f"dropout(Tensor x, float p, *, {PLACE}) -> Tensor",
+    lambda x, p, **place: torch.ops.autopar.dropout_and_mask(x, p, **place)[0],
+)

@@ -22,6 +22,7 @@ PREPARE = (
     "views_to_reshapes",
     "drop_noops",
     "slices_to_splits",
+    "experts_in_token_order",
     "means_to_sums",
     "cross_entropy_keeps_dims",
     "recognize_causal_masks",

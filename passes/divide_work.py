@@ -289,7 +289,7 @@ def flops(node: fx.Node) -> float:
 def has_flops(target: Any) -> bool:
     """Whether torch's flop counter may count the op."""
     name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
-    return name in {"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "addbmm", "bilinear"} or (
+    return name in {"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "addbmm", "bilinear", "experts_mm"} or (
         "conv" in name or "attention" in name
     )
 

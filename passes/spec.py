@@ -14,6 +14,7 @@ from autopar.passes import PREPARE
 from autopar.passes.counter_random import is_random
 from autopar.passes.cross_entropy_keeps_dims import is_flat_loss
 from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop, joined, trained
+from autopar.passes.experts_in_token_order import is_grouped
 from autopar.passes.facts import KEY, Fact
 from autopar.passes.functionalize_mutations import is_mutating, is_training_batch_norm
 from autopar.passes.means_to_sums import is_mean
@@ -165,6 +166,7 @@ _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     "views_to_reshapes": _each(_views, "is a view in another form"),
     "drop_noops": _does_nothing,
     "slices_to_splits": lambda gm: (f"slices of {n.name} tile it" for n in gm.graph.nodes if tilings(n)),
+    "experts_in_token_order": _each(is_grouped, "is a product of sorted rows"),
     "means_to_sums": _each(is_mean, "is a mean"),
     "cross_entropy_keeps_dims": _each(is_flat_loss, "is a flat loss"),
     "recognize_causal_masks": _each(_masks, "has a mask and is causal"),

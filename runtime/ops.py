@@ -6,6 +6,7 @@
 | ``cross_entropy_count`` | what its mean divides by: the number, or class weight, of targets that count |
 | ``cross_entropy_sum_sharded`` | the same sum of logits whose V is cut over a group; a result ``I`` |
 | ``embedding_shard`` | rows of a table cut over V; zeros for an index that lies elsewhere, so the results are addends |
+| ``take_shard`` | likewise of any tensor, whose dim ``dim`` is indexed; ``gather_shard``: as ``gather`` |
 | ``batch_norm`` | train-mode batch norm that returns the new running statistics instead of writing them |
 
 >>> import torch
@@ -150,6 +151,23 @@ def _embedding_shard(weight: Tensor, indices: Tensor, start: int, padding_idx: i
 embedding_shard = composite(
     "embedding_shard(Tensor weight, Tensor indices, int start, int padding_idx) -> Tensor", _embedding_shard
 )
+
+
+def _take_shard(x: Tensor, index: Tensor, dim: int, start: int, total: int) -> Tensor:
+    local = torch.where(index < 0, index + total, index) - start
+    inside = (local >= 0) & (local < x.shape[dim])
+    taken = x[(*[slice(None)] * dim, torch.where(inside, local, 0))]
+    return torch.where(inside.reshape(*inside.shape, *[1] * (x.ndim - dim - 1)), taken, 0)
+
+
+def _gather_shard(x: Tensor, index: Tensor, dim: int, start: int, total: int) -> Tensor:
+    local = index - start
+    inside = (local >= 0) & (local < x.shape[dim])
+    return torch.where(inside, x.gather(dim, torch.where(inside, local, 0)), 0)
+
+
+take_shard = composite("take_shard(Tensor x, Tensor index, int dim, int start, int total) -> Tensor", _take_shard)
+gather_shard = composite("gather_shard(Tensor x, Tensor index, int dim, int start, int total) -> Tensor", _gather_shard)
 
 
 # Batch norm

@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from autopar.passes.rules.core import Dim, Dims, Rule, factors
+import autopar.runtime.ops  # noqa: F401  (registers autopar::take_shard and gather_shard)
+from autopar.passes.facts import fact
+from autopar.passes.rules.core import Dim, Dims, Rule, Special, factors
 from autopar.passes.rules.signature import NEVER, Call, broadcast, dim_index, plain, read, shape_of
+
+if TYPE_CHECKING:
+    from autopar.passes.emit import Emitter
 
 aten = torch.ops.aten
 
 
 @factors(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(node: fx.Node) -> Rule | None:
-    """``x[. b], i[a] -> y[a b]``, as advanced indexing places the dims; masks have no rule."""
+    """``x[. b], i[a] -> y[a b]``, as advanced indexing places the dims; masks have no rule. Where one dim is indexed x
+    is cut there by the special ``lookup``."""
     call = read(node)
     placed = _placed(call)
     if placed is None:
         return None
     dims, indices, result = placed
-    return call.rule(result, {"self": dims, "indices": indices}, linear=[call.group("self")])
+    where, _ = _indexed(call)
+    specials = (_lookup(where[0]),) if len(where) == 1 else ()
+    return call.rule(result, {"self": dims, "indices": indices}, linear=[call.group("self")], specials=specials)
+
+
+def _lookup(dim: int) -> Special:
+    """A table cut over the dim that is looked up in: addends, each rank having what it holds."""
+    return Special("lookup", (dim, "R"), ("P",), lower_lookup)
+
+
+def lower_lookup(emitter: Emitter, node: fx.Node, axis: int) -> Any:
+    """What lies in the piece of this rank, zeros for the rest."""
+    table, index = emitter.operand(0), emitter.operand(1)
+    strategy = fact(node).strategy
+    assert strategy is not None
+    (dim,) = (d for d, split in enumerate(strategy.operands[0].dims) if axis in split.axes)
+    assert strategy.operands[0].dims[dim].axes == (axis,), "one axis cuts the dim that is looked up in"
+    size = emitter.shape(table)[dim]
+    op = torch.ops.autopar.gather_shard if node.target is aten.gather.default else torch.ops.autopar.take_shard
+    total = read(node).shape("self")[dim]
+    return emitter.call(op.default, table, index, dim, emitter.c(axis) * size, total)
 
 
 @factors(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(node: fx.Node) -> Rule | None:
     """``x[. b], i[a], v[a b] -> y[. b]``; a splits where values accumulate, x being outside that sum."""
     call = read(node)
+    if _masked(call):
+        return _put_one_value(call)
     placed = _placed(call)
     if placed is None:
         return None
@@ -43,6 +71,21 @@ def index_put(node: fx.Node) -> Rule | None:
         {"self": dims, "indices": indices, "values": values},
         outside={"self": split} if split else None,
         linear=[call.group("self", "values")],
+    )
+
+
+def _masked(call: Call) -> bool:
+    given = [i for i in call["indices"] if i is not None]
+    return len(given) == 1 and given[0].meta["val"].dtype == torch.bool and math.prod(call.shape("values")) == 1
+
+
+def _put_one_value(call: Call) -> Rule:
+    """``x[a b], mask[a], v -> y[a b]``: one value wherever the mask says."""
+    dims = plain("d", call.shape("self"))
+    (at,) = (d for d, i in enumerate(call["indices"]) if i is not None)
+    mask = shape_of(call["indices"][at])
+    return call.rule(
+        dims, {"self": dims, "indices": [dims[at : at + len(mask)]]}, linear=[call.group("self", "values")]
     )
 
 
@@ -93,7 +136,9 @@ def index_select(node: fx.Node) -> Rule | None:
         return None
     dim = dim_index(call["dim"], len(shape))
     dims, k = _whole_at(plain("d", shape), dim), Dim(("k",)) if picked[0] > 1 else NEVER
-    return call.rule(_at(dims, dim, k), {"self": dims, "index": (k,)}, linear=[call.group("self")])
+    return call.rule(
+        _at(dims, dim, k), {"self": dims, "index": (k,)}, linear=[call.group("self")], specials=(_lookup(dim),)
+    )
 
 
 @factors(aten.index_add.default, aten.index_copy.default)
@@ -124,7 +169,7 @@ def gather(node: fx.Node) -> Rule | None:
     dim = dim_index(call["dim"], len(shape))
     dims = _equal(_whole_at(plain("d", shape), dim), shape, picked)
     result = _at(dims, dim, Dim(("k",)) if picked[dim] > 1 else NEVER)
-    return call.rule(result, {"self": dims, "index": result}, linear=[call.group("self")])
+    return call.rule(result, {"self": dims, "index": result}, linear=[call.group("self")], specials=(_lookup(dim),))
 
 
 @factors(
@@ -151,6 +196,73 @@ def scatter(node: fx.Node) -> Rule | None:
     writes = adds or node.target is aten.scatter.src or call.values.get("value") == 0
     linear = [call.group("self", "src")] if writes and not call.values.get("reduce") else []
     return call.rule(dims, named, outside={"self": ("k",)} if k.factors else None, linear=linear)
+
+
+@factors(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+def index_fill(node: fx.Node) -> Rule | None:
+    """``x[a .], i[.], v -> y[a .]``."""
+    call = read(node)
+    shape = call.shape("self")
+    if not shape:
+        return None
+    dims = _whole_at(plain("d", shape), dim_index(call["dim"], len(shape)))
+    zero = call.has("value") or not call["value"]
+    return call.rule(dims, {"self": dims}, linear=[call.group("self", "value")] if zero else ())
+
+
+@factors(aten.index_reduce.default)
+def index_reduce(node: fx.Node) -> Rule | None:
+    """``x[a .], i[.], s[a .] -> y[a .]``."""
+    call = read(node)
+    shape = call.shape("self")
+    if not shape:
+        return None
+    dims = _whole_at(plain("d", shape), dim_index(call["dim"], len(shape)))
+    return call.rule(dims, {"self": dims, "source": dims})
+
+
+@factors(aten.take.default)
+def take(node: fx.Node) -> Rule:
+    """``x[.], i[a] -> y[a]``: places count through all of x."""
+    call = read(node)
+    dims = plain("a", call.shape("index"))
+    return call.rule(dims, {"index": dims}, linear=[call.group("self")])
+
+
+@factors(aten.put.default)
+def put_at(node: fx.Node) -> Rule:
+    """``x[.], i[a], s[a] -> y[.]``; a splits where values accumulate, x being outside that sum."""
+    call = read(node)
+    picked, source = call.shape("index"), call.shape("source")
+    named: dict[str, Any] = {}
+    dims = plain("a", picked)
+    if call["accumulate"] and picked == source:
+        named = {"index": dims, "source": dims}
+    return call.rule(
+        (NEVER,) * len(call.shape("self")),
+        named,
+        outside={"self": [f for d in dims for f in d.factors]} if named else None,
+        linear=[call.group("self", "source")],
+    )
+
+
+@factors(aten.masked_scatter.default)
+def masked_scatter(node: fx.Node) -> Rule:
+    """Whole, and linear in both: elements are taken in the order of the mask."""
+    call = read(node)
+    out = call.results()[0]
+    assert out is not None
+    return call.rule((NEVER,) * out.dim(), {}, linear=[call.group("self", "source")])
+
+
+@factors(aten.searchsorted.Tensor)
+def searchsorted(node: fx.Node) -> Rule:
+    """``s[b .], x[b q] -> y[b q]``; one row of places serves all x."""
+    call = read(node)
+    dims = plain("d", call.shape("self"))
+    row = call.shape("sorted_sequence")
+    rows = (*(dims[:-1] if len(row) > 1 else ()), NEVER)
+    return call.rule(dims, {"self": dims, "sorted_sequence": rows, "sorter": rows})
 
 
 @factors(aten.one_hot.default, aten.take_along_dim.default)

@@ -30,8 +30,9 @@ def with_dim(dims: Dims, at: int, dim: Dim) -> Dims:
 
 
 @factors(
-    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections
-)
+    aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default, aten.chunk.default, aten.tensor_split.sections,
+    aten.split_with_sizes_copy.default, aten.split_copy.Tensor,
+)  # fmt: skip
 def split(node: fx.Node) -> Rule:
     """``x[a (s + s + ...)] -> y[a s], z[a s], ...``"""
     call = read(node)
@@ -45,6 +46,7 @@ def split(node: fx.Node) -> Rule:
 
 
 @localizes(aten.split.Tensor, aten.split.sizes, aten.split_with_sizes.default)
+@localizes(aten.split_with_sizes_copy.default, aten.split_copy.Tensor)
 def local_split(
     node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -52,9 +54,9 @@ def local_split(
     call = read(node)
     dim = dim_index(call["dim"], len(call.shape("self")))
     lengths = [r[dim] for r in sizes.results]
-    if node.target is aten.split.Tensor:
+    if node.target in (aten.split.Tensor, aten.split_copy.Tensor):
         return put(node, args, kwargs, "split_size", lengths[0])
-    name = "split_sizes" if node.target is aten.split_with_sizes.default else "split_size"
+    name = "split_size" if node.target is aten.split.sizes else "split_sizes"
     return put(node, args, kwargs, name, lengths)
 
 
@@ -74,16 +76,26 @@ def cat(node: fx.Node) -> Rule | None:
     return call.rule(result, {"tensors": [operand] * len(shapes)}, linear=[call.group("tensors")])
 
 
-@factors(aten.slice.Tensor, aten.narrow.default)
+@factors(aten.slice.Tensor, aten.narrow.default, aten.slice_copy.Tensor, aten.narrow_copy.default)
 def cut_out(node: fx.Node) -> Rule:
-    """``x[a (. + s + .)] -> y[a s]``: what lies before and behind is cut too, so the piece stays where it is."""
+    """``x[a (. + s + .)] -> y[a s]``: what lies before and behind is cut too, so the piece stays where it is. One in
+    every few of a whole dim (gate and up projections that lie alternately): ``x[a (s .)] -> y[a s]``."""
     call = read(node)
     shape = call.shape("self")
     dim, start, end, step = bounds(call)
     dims = plain("d", shape)
+    if _one_in_every(step, start, end, shape[dim]):
+        operand, result = with_dim(dims, dim, Dim(("s", "t"))), with_dim(dims, dim, Dim(("s",)))
+        sizes = {"s": shape[dim] // step, "t": step}
+        return call.rule(result, {"self": operand}, linear=[call.group("self")], sizes=sizes, whole=["t"])
     inside, around = _cuts(call, dim, start, end, step)
     operand, result = with_dim(dims, dim, around), with_dim(dims, dim, inside)
     return call.rule(result, {"self": operand}, linear=[call.group("self")])
+
+
+def _one_in_every(step: int, start: int, end: int, size: int) -> bool:
+    """Whether a slice takes one element of each ``step``."""
+    return step > 1 and size % step == 0 and size > step and start < step and end > size - step + start
 
 
 @factors(aten.slice_scatter.default)
@@ -138,15 +150,18 @@ def _cuts(call: Call, dim: int, start: int, end: int, step: int) -> tuple[Dim, D
 
 
 @localizes(aten.slice.Tensor, aten.slice_scatter.default, aten.narrow.default)
+@localizes(aten.slice_copy.Tensor, aten.narrow_copy.default)
 def local_bounds(
     node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Bounds move in proportion, as every part is cut alike."""
     call = read(node)
-    dim, start, end, _ = bounds(call)
+    dim, start, end, step = bounds(call)
     size, local = call.shape("self")[dim], sizes.operands[0][dim]
     if size == local:
         return args, kwargs
+    if step > 1:
+        return put(node, args, kwargs, "end", local)
     start, end = start * local // size, end * local // size
     args, kwargs = put(node, args, kwargs, "start", start)
     if "length" in call.values:

@@ -8,6 +8,7 @@ weights and inputs are this process's, so a factory need not be seeded.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import logging
 import math
@@ -36,9 +37,12 @@ from autopar.errors import AutoparError
 from autopar.evaluate import WIDER
 from autopar.export_model import Call
 from autopar.loading import LoadedModel, ModelSpec
+from autopar.passes.counter_random import counter_random
 from autopar.passes.lower import lower, with_changes
+from autopar.passes.split_prologue import copy_graph
 from autopar.pins import Pins
 from autopar.plan import Plan, Share, loads
+from autopar.runtime.counter_random import draws, random_key
 from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
@@ -46,6 +50,7 @@ from autopar.runtime.program import Program
 from autopar.schema import write
 
 STEPS = 3
+SEED = 0  # of random ops
 LR = {"adamw": 1e-3, "sgd": 1e-2}
 OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=LR["adamw"]),
@@ -152,8 +157,13 @@ class Subject:
 
     @cached_property
     def graph64(self) -> fx.GraphModule:
-        """The captured graph in float64."""
-        return to_float64(self.captured.graph)
+        """The captured graph in float64, its random ops drawing by a counter."""
+        return counter_random(to_float64(self.captured.graph))
+
+    @property
+    def random(self) -> bool:
+        """Whether a step draws random numbers."""
+        return any(draws(node.target) for node in self.graph64.graph.nodes)
 
     @cached_property
     def judge(self) -> Run:
@@ -162,7 +172,10 @@ class Subject:
 
     @cached_property
     def permuted(self) -> Run:
-        """The same with the rows of the batch in another order."""
+        """The same with the rows of the batch in another order; where these draw random numbers, which would be other
+        rows' then, with weights and inputs whose last bit differs."""
+        if self.random:
+            return self._run64(self.inputs, "adamw", _last_bit())
         order = torch.randperm(self.captured.batch, generator=torch.Generator().manual_seed(1))
         pairs = zip(self.captured.inputs, self.inputs, strict=True)
         return self._run64(tuple(t[order] if spec.batch else t for spec, t in pairs), "adamw")
@@ -174,22 +187,15 @@ class Subject:
 
     @cached_property
     def eager(self) -> Run:
-        """The model itself, as it is."""
-        return self._eager(lambda t: t)
+        """The model itself, as it is; its captured graph where it draws random numbers, which torch draws otherwise."""
+        return self._run32(lambda t: t)
 
     @cached_property
     def eagers_own(self) -> Mapping[str, float]:
         """How far eager is from float64 by kind: the farthest of several runs whose weights and inputs differ in the
         last bit. A unit near zero flips in some of them, as it may in a plan that adds in another order."""
-        generator = torch.Generator().manual_seed(0)
-
-        def last_bit(t: Tensor) -> Tensor:
-            if not t.is_floating_point():
-                return t
-            noise = torch.rand(t.shape, generator=generator) * 2 - 1
-            return t + t * noise.to(t) * torch.finfo(t.dtype).eps
-
-        runs = [self.eager, *(self._eager(last_bit) for _ in range(NOISY))]
+        last_bit = _last_bit()
+        runs = [self.eager, *(self._run32(last_bit) for _ in range(NOISY))]
         found = [farthest_by_kind(distances(run, self.truth, lr=LR["sgd"])) for run in runs]
         return {kind: max(f[kind] for f in found) for kind in found[0]}
 
@@ -204,12 +210,28 @@ class Subject:
         buffers = lambda: dict(model.named_buffers())
         return three_steps(_backward(loss), dict(model.named_parameters()), buffers, "sgd", names_of(model))
 
-    def _run64(self, inputs: Sequence[Tensor], update: str) -> Run:
+    def _run32(self, moved: Callable[[Tensor], Tensor]) -> Run:
+        if not self.random:
+            return self._eager(moved)
+        held = {n: moved(t.detach()).clone() for n, t in self.captured.attributes.items()}
+        for name, parameter in self.captured.parameters.items():
+            held[name].requires_grad_(parameter.requires_grad)
+        graph = counter_random(copy_graph(self.captured.graph))
+        return self._run(graph, held, [moved(t) for t in self.inputs], "sgd")
+
+    def _run64(self, inputs: Sequence[Tensor], update: str, moved: Callable[[Tensor], Tensor] = lambda t: t) -> Run:
         held = double(self.captured.attributes)
-        wide = [t.to(WIDER.get(t.dtype, t.dtype)) for t in inputs]
+        with torch.no_grad():
+            for tensor in held.values():
+                tensor.copy_(moved(tensor))
+        wide = [moved(t.to(WIDER.get(t.dtype, t.dtype))) for t in inputs]
+        return self._run(self.graph64, held, wide, update)
+
+    def _run(self, graph: fx.GraphModule, held: dict[str, Tensor], inputs: Sequence[Tensor], update: str) -> Run:
         buffers = {n: t for n, t in held.items() if n in self.captured.buffers}
         params = {n: t for n, t in held.items() if n in self.captured.parameters}
-        loss = lambda: run_graph(self.graph64, wide, held)["outputs"][0]
+        steps = itertools.count()
+        loss = lambda: run_graph(graph, inputs, held, random_key(SEED, next(steps)))["outputs"][0]
         return three_steps(_backward(loss), params, lambda: buffers, update, names_of(self.loaded.model))
 
     @cached_property
@@ -279,7 +301,7 @@ def _run(subject: Subject, plan: Plan, precision: str) -> Run:
         model._apply(_wide)  # type: ignore[no-untyped-call]
         inputs, constants = tuple(map(_wide, inputs)), {n: _wide(t) for n, t in constants.items()}
     tensors = place(model, local.parameters, ranks)
-    program = Program(local, tensors, ranks, constants)
+    program = Program(local, tensors, ranks, constants, SEED)
     return three_steps(
         lambda: program.step(inputs)[0],
         dict(tensors.named_parameters()),
@@ -321,6 +343,19 @@ def _backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
+def _last_bit() -> Callable[[Tensor], Tensor]:
+    """Moves each element of a tensor by up to its last bit, each time otherwise."""
+    generator = torch.Generator().manual_seed(0)
+
+    def move(t: Tensor) -> Tensor:
+        if not t.is_floating_point():
+            return t
+        noise = torch.rand(t.shape, generator=generator) * 2 - 1
+        return t + t * noise.to(t) * torch.finfo(t.dtype).eps
+
+    return move
+
+
     return tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
 
 

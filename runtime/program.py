@@ -309,8 +309,8 @@ class Program:
         for rank, (group, key, *hashes) in enumerate(every):
             if key != every[0][1]:
                 raise AutoparError(
-                    f"step: ranks 0 and {rank} draw other random numbers. Give compile the same seed= on every rank, and set "
-                    "parallel.steps alike."
+                    f"step: ranks 0 and {rank} draw other random numbers. Give compile the same seed= on every rank, "
+                    "and set parallel.steps alike."
                 )
             other = first.setdefault(group, rank)
             for use, a, b in zip(self.local.inputs, hashes, every[other][2:], strict=True):

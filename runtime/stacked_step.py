@@ -52,7 +52,8 @@ def stacked_step(
     """Run one step of ``programs``, one a rank in order (`lower` with groups named like the axes).
 
     ``attributes``: full parameters, buffers and constants by name; ``inputs``: the whole global batch, in the order of
-    the programs' inputs; ``key``: of the step (`random_key`). Invariant gradients must agree on all ranks bit for bit: raises AssertionError where not.
+    the programs' inputs; ``key``: of the step (`random_key`). Invariant gradients must agree on all ranks bit for bit:
+    raises AssertionError where not.
     """
     first, mesh = programs[0], programs[0].mesh
     groups = axis_groups(mesh)

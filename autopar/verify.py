@@ -100,18 +100,19 @@ def verify_many(
     batch: int | None = None,
     pool: RankPool | None = None,
     cluster: Cluster | None = None,
+    subject: Subject | None = None,
 ) -> list[VerifyResult | AutoparError]:
     """Compare plans of one model with one process, in one launch of ``ranks`` local processes.
 
     ``plans``: pins, whose plan is the one that `autopar.compile` would make, or finished plans. ``batch``: rows of the
     global batch (default: those of the example). ``pool``: ranks that are running, to be kept for further models.
     ``cluster``: of ``ranks`` ranks, whose figures and memory the plans are made for (default: this machine); what runs
-    is local all the same. A plan that is refused gives its AutoparError in place of a result; a model that is refused
-    raises it.
+    is local all the same. ``subject``: the model captured at ``batch`` rows, where it is at hand. A plan that is
+    refused gives its AutoparError in place of a result; a model that is refused raises it.
     """
     started = time.perf_counter()
     cluster = _cluster_of(cluster, ranks)
-    subject = Subject.of(model, batch)
+    subject = subject or Subject.of(model, batch)
     results: list[VerifyResult | AutoparError] = []
     with ExitStack() as stack:
         values = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="autopar-verify-"))) / "values.pt"
@@ -342,7 +343,6 @@ def _backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return step
 
 
-def _wide(tensor: Tensor) -> Tensor:
 def _last_bit() -> Callable[[Tensor], Tensor]:
     """Moves each element of a tensor by up to its last bit, each time otherwise."""
     generator = torch.Generator().manual_seed(0)
@@ -356,6 +356,7 @@ def _last_bit() -> Callable[[Tensor], Tensor]:
     return move
 
 
+def _wide(tensor: Tensor) -> Tensor:
     return tensor.to(WIDER.get(tensor.dtype, tensor.dtype))
 
 

@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families clean
+.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,27 +25,36 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families  ## every large table
+exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families  ## every large table
 
-# torchvision stays out of .venv: its released build needs a CUDA torch, and transformers would import it unasked.
-build/torchvision: $(READY)
-	$(BIN)/python -m pip install -qq --no-deps --upgrade --target $@ -c constraints.txt torchvision
+# torchvision and timm stay out of .venv: torchvision's release needs a CUDA torch, and transformers imports it unasked.
+build/vision: $(READY)
+	$(BIN)/python -m pip install -qq --no-deps --upgrade --target $@ -c constraints.txt torchvision timm pillow
 	@touch $@
 
-exact-slice: build/torchvision  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)
-	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/slice.py
+exact-ops: build/vision  ## 49 public models x plans, with and without dropout (at most 150 minutes on 2 cores)
+	PYTHONPATH=build/vision $(BIN)/python tests/exact/ops.py --minutes 140
+
+exact-rules: $(READY)  ## every strategy of every rule over torch's samples, and DTensor's (at most 60 minutes)
+	$(BIN)/python tests/exact/rules.py
+
+exact-random: $(READY)  ## 2,000 random models under random layouts, 100 of them on real ranks (at most 90 minutes)
+	$(BIN)/python tests/exact/random_models.py
+
+exact-slice: build/vision  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)
+	PYTHONPATH=build/vision $(BIN)/python tests/exact/slice.py
 
 exact-layouts: $(READY)  ## 500 random complete layouts of four models, 50 of them on real ranks (at most 90 minutes)
 	$(BIN)/python tests/exact/random_layouts.py
 
-exact-solved: build/torchvision  ## the solver's own plans, memory loose to just enough, and 200 rivals (at most 4 hours)
-	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/solved_on_ranks.py
+exact-solved: build/vision  ## the solver's own plans, memory loose to just enough, and 200 rivals (at most 4 hours)
+	PYTHONPATH=build/vision $(BIN)/python tests/exact/solved_on_ranks.py
 
 exact-small: $(READY)  ## the solver's plans of small models, all ranks in one process (at most 2 hours)
 	$(BIN)/python tests/exact/solved.py
 
-exact-predicted: build/torchvision  ## predicted bytes against those of real steps (at most 90 minutes)
-	PYTHONPATH=build/torchvision $(BIN)/python tests/exact/predicted.py
+exact-predicted: build/vision  ## predicted bytes against those of real steps (at most 90 minutes)
+	PYTHONPATH=build/vision $(BIN)/python tests/exact/predicted.py
 
 exact-families: $(READY)  ## the solver's plans of 16 model families against one process (at most 60 minutes)
 	$(BIN)/python tests/exact/families.py --minutes 55

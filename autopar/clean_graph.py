@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autopar.autocast_casts import Autocast
 from autopar.errors import AutoparError
 from autopar.name_dtypes import name_dtypes
 from autopar.traps import VALUES, is_users
@@ -25,6 +26,11 @@ CHECKS = (  # assertions about metadata that capture has proved, or that a split
     "aten::sym_constrain_range_for_size",
     "aten::_assert_scalar",
 )
+REGIONS = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
 
 
 def clean_graph(
@@ -33,8 +39,9 @@ def clean_graph(
     """The graph by the conventions of `Capture`, and the tensors that tracing lifted out of the code, by name.
 
     ``names``: placeholder names. ``aliases``: further names of tied tensors -> the canonical one. ``kinds``: canonical
-    FQN -> ``trainable``, ``frozen`` or ``buffer``. no_grad regions are inlined (what enters them passes through
-    ``detach``), disabled autocast regions too. Enabled autocast and control-flow operators raise AutoparError.
+    FQN -> ``trainable``, ``frozen`` or ``buffer``. What ops under no_grad read passes through ``detach``, ops under
+    autocast get the casts that eager makes. Control-flow operators and autocast of another device than the CPU raise
+    AutoparError.
     """
     inliner = _Inliner(names, aliases, kinds)
     outputs = inliner.top(program)
@@ -50,7 +57,9 @@ def clean_graph(
 
 
 class _Inliner:
-    """Copies nodes into one new graph, regions inlined. ``flows``: the nodes that a gradient passes through."""
+    """Copies nodes into one new graph. ``flows``: the nodes that a gradient passes through; ``enabled``: whether
+    gradients are on where it stands, ``detached`` what was cut off since they are not; ``autocast``: the regions it is
+    in, None where autocast is off."""
 
     def __init__(self, names: Sequence[str], aliases: Mapping[str, str], kinds: Mapping[str, str]) -> None:
         self.graph = fx.Graph()
@@ -58,6 +67,8 @@ class _Inliner:
         self.attributes: dict[str, fx.Node] = {}
         self.tensors: dict[str, torch.Tensor] = {}
         self.flows: set[fx.Node] = set()
+        self.enabled, self.detached = True, dict[fx.Node, fx.Node]()
+        self.autocast: list[Autocast | None] = []
 
     def top(self, program: fx.GraphModule) -> tuple[fx.Node, ...]:
         env: dict[fx.Node, Any] = {}
@@ -65,28 +76,22 @@ class _Inliner:
         for node, name in zip(inputs, self.names, strict=True):
             env[node] = self.graph.placeholder(name)
             env[node].meta = _meta(node)
-        result = self.region(program, env, frozenset())
-        return tuple(tree_leaves(result))
-
-    def region(self, module: fx.GraphModule, env: dict[fx.Node, Any], detached: frozenset[fx.Node]) -> Any:
-        """Copy a module's nodes; ``env`` has its placeholders; ``detached``: what a no_grad region outside cut off."""
-        for node in module.graph.nodes:
+        for node in program.graph.nodes:
             if node.op == "placeholder" or (node.op == "call_module" and node.target == "_guards_fn"):
                 continue
             if node.op == "output":
-                return tree_map(lambda a: env[a] if isinstance(a, fx.Node) else a, node.args[0])
-            env[node] = self.copy(module, node, env, detached)
+                return tuple(env[a] for a in tree_leaves(node.args[0]))
+            env[node] = self.copy(program, node, env)
         raise AssertionError("a graph without an output")
 
-    def copy(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any], detached: frozenset[fx.Node]) -> Any:
+    def copy(self, module: fx.GraphModule, node: fx.Node, env: dict[fx.Node, Any]) -> Any:
         if node.op == "get_attr":
             found = operator.attrgetter(str(node.target))(module)
-            return found if isinstance(found, fx.GraphModule) else self.attribute(str(node.target), found, node)
+            return None if isinstance(found, fx.GraphModule) else self.attribute(str(node.target), found, node)
         assert node.op == "call_function", f"{node.op} {node.target} in an exported graph"
-        if isinstance(node.target, torch._ops.HigherOrderOperator):
-            return self.higher_order(node, env, detached)
-        if node.target is operator.getitem and not isinstance(env[node.args[0]], fx.Node):  # type: ignore[index]
-            return env[node.args[0]][node.args[1]]  # type: ignore[index]
+        if node.target in REGIONS:
+            self.cross(node)
+            return None
         plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         if not plain and not _symbolic(node):
             name = getattr(node.target, "__name__", node.target)
@@ -98,16 +103,69 @@ class _Inliner:
                 return None
             if name in ("aten::detach_", "aten::lift_fresh", "aten::lift") and source not in self.flows:
                 return source
-        new = self.graph.node_copy(node, lambda n: env[n])
+        self._refuse_op(node, env)
+        operands = {n: env[n] if self.enabled else self.detach(env[n], node) for n in node.all_input_nodes}
+        operands = self.cast(node, operands)
+        new = self.graph.node_copy(node, operands.__getitem__)
         new.meta = _meta(node)
         if new.target is aten.lift_fresh_copy.default:
             new.target = aten.clone.default
-        self._refuse_op(new, detached)
         if new.target is not aten.detach.default and any(n in self.flows for n in new.all_input_nodes) and _floats(new):
             self.flows.add(new)
             if writes_in_place(new):
                 self.flows |= sharing_memory(new)
         return new
+
+    def cross(self, node: fx.Node) -> None:
+        """Enter or leave a region where gradients or autocast are on or off."""
+        if node.target is torch._C._set_grad_enabled:
+            (self.enabled,), self.detached = node.args, {}  # type: ignore[assignment]
+            return
+        if node.target is torch.amp.autocast_mode._exit_autocast:
+            self.autocast.pop()
+            return
+        device_type, dtype, enabled, *_ = node.args
+        if not enabled:
+            self.autocast.append(None)
+            return
+        if device_type != "cpu":
+            raise AutoparError(
+                f"{_raw_place(node)}: runs under autocast({device_type!r}, {dtype}) (the trace is on the CPU and sees "
+                "no casts of another device). Cast with .to(), or convert the model to the dtype."
+            )
+        low = dtype if isinstance(dtype, torch.dtype) else torch.get_autocast_dtype("cpu")
+        outer = next((a for a in self.autocast if a is not None), None)
+        self.autocast.append(Autocast(low) if outer is None else outer.nested(low))
+
+    def detach(self, value: fx.Node, like: fx.Node) -> fx.Node:
+        if value not in self.flows:
+            return value
+        if value not in self.detached:
+            self.detached[value] = self.graph.call_function(aten.detach.default, (value,))
+            self.detached[value].meta = {**_meta(like), "val": value.meta["val"]}
+        return self.detached[value]
+
+    def cast(self, node: fx.Node, operands: dict[fx.Node, fx.Node]) -> dict[fx.Node, fx.Node]:
+        """The operands of an op, those that autocast casts before it as their casts."""
+        autocast = self.autocast[-1] if self.autocast else None
+        if autocast is None:
+            return operands
+        args, kwargs = fx.map_arg((node.args, node.kwargs), operands.__getitem__)
+        try:
+            wanted = autocast.casts(node.target, args, kwargs)
+        except AutoparError as error:
+            raise AutoparError(f"{_raw_place(node)}: {error}") from None
+        made = {}
+        for operand, dtype in wanted.items():
+            made[operand] = autocast.weights.get((operand, dtype)) or self.graph.call_function(
+                aten.to.dtype, (operand, dtype)
+            )
+            made[operand].meta = {**_meta(node), "val": operand.meta["val"].to(dtype)}
+            if operand in self.flows:
+                self.flows.add(made[operand])
+                if operand.op == "get_attr":
+                    autocast.weights[operand, dtype] = made[operand]
+        return {n: made.get(operand, operand) for n, operand in operands.items()}
 
     def attribute(self, target: str, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
         name = target.removeprefix("model.")
@@ -122,56 +180,23 @@ class _Inliner:
                 self.flows.add(self.attributes[name])
         return self.attributes[name]
 
-    def higher_order(self, node: fx.Node, env: dict[fx.Node, Any], detached: frozenset[fx.Node]) -> Any:
-        kind = str(node.target)
-        if kind == "wrap_with_set_grad_enabled":
-            enabled, body, *operands = node.args
-            values = [env[a] for a in operands]  # type: ignore[index]
-            if enabled and any(v in detached for v in values):
-                raise AutoparError(
-                    f"{_raw_place(node)}: turns gradients on inside a no_grad region. Take it out of the region."
-                )
-            if not enabled:
-                values = [self.detach(v, node) for v in values]
-                detached = detached | {v for v in values if v.target is aten.detach.default}
-        elif kind == "wrap_with_autocast":
-            device_type, dtype, enabled, _cache, body, *operands = node.args
-            values = [env[a] for a in operands]  # type: ignore[index]
-            if enabled:
-                where = _raw_place(_inner(env[body]))  # type: ignore[index]
-                raise AutoparError(
-                    f"{where}: runs under autocast({device_type!r}, {dtype}) (its casts are made when ops run and "
-                    "are no part of the graph). Cast with .to(), or convert the model to the dtype."
-                )
-        else:
-            raise AutoparError(
-                f"{_raw_place(node)}: uses {kind} (only plain ops can be split). Write it with plain ops."
-            )
-        region = env[body]  # type: ignore[index]
-        inputs = region.graph.find_nodes(op="placeholder")
-        return self.region(region, dict(zip(inputs, values, strict=True)), detached)
-
-    def detach(self, value: fx.Node, region: fx.Node) -> fx.Node:
-        if value not in self.flows:
-            return value
-        new = self.graph.call_function(aten.detach.default, (value,))
-        new.meta = {**_meta(region), "val": value.meta["val"]}
-        return new
-
-    def _refuse_op(self, node: fx.Node, detached: frozenset[fx.Node]) -> None:
+    def _refuse_op(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> None:
         schema = getattr(node.target, "_schema", None)
         if schema is None:
             return
         if schema.name in ("aten::embedding", "aten::embedding_bag") and argument(node, "sparse"):
             raise AutoparError(
-                f"{place(node)}: embeds with sparse=True (sparse gradients cannot be reduced). Use sparse=False."
+                f"{_raw_place(node)}: embeds with sparse=True (sparse gradients cannot be reduced). Use sparse=False."
             )
+        if self.enabled:
+            return
         written = [
             argument(node, a.name) for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write
         ]
-        if any(w in detached for w in written if isinstance(w, fx.Node)):
+        if any(env[w] in self.flows for w in written if isinstance(w, fx.Node)):
             raise AutoparError(
-                f"{place(node)}: changes in place, under no_grad, a tensor that needs a gradient. Make a new tensor."
+                f"{_raw_place(node)}: changes in place, under no_grad, a tensor that needs a gradient. "
+                "Make a new tensor."
             )
 
 
@@ -231,12 +256,6 @@ def _raw_place(node: fx.Node) -> str:
     copy = fx.Graph().placeholder(node.name)
     copy.meta = _meta(node)
     return place(copy)
-
-
-def _inner(module: fx.GraphModule) -> fx.Node:
-    """The first op of a region."""
-    nodes: list[fx.Node] = list(module.graph.nodes)
-    return next((n for n in nodes if n.op == "call_function"), nodes[0])
 
 
 def _refuse_symbolic(node: fx.Node) -> None:

@@ -12,9 +12,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
+from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.clean_graph import clean_graph, sharing_memory, writes_in_place
@@ -125,6 +127,7 @@ def export_model(call: Call, rows: int) -> Exported:
             _on_cpu(flat, mode),
             torch.enable_grad(),
             _quiet(),
+            _regions_stay_nodes(),
             _countable(call.model),
             watched_trace(call.model, hints, call.loss_required, applied),
         ):
@@ -278,6 +281,21 @@ def _countable(model: nn.Module) -> Iterator[None]:
     finally:
         for norm in norms:
             norm.momentum = None
+
+
+@contextlib.contextmanager
+def _regions_stay_nodes() -> Iterator[None]:
+    """Keep the switches of gradients and autocast as nodes of the graph; torch.export would make graphs of their own,
+    and loses a no_grad that stands inside an autocast."""
+    with (
+        patch.object(replace_autocast_with_hop_pass, "replace_autocast_with_hop_pass", _as_it_is),
+        patch.object(replace_set_grad_with_hop_pass, "replace_set_grad_with_hop_pass", _as_it_is),
+    ):
+        yield
+
+
+def _as_it_is(program: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, Any]:
+    return program, signature
 
 
 @contextlib.contextmanager

@@ -124,19 +124,6 @@ def test_autocast_around() -> None:
         refused(Model(), "autocast: is on around capture")
 
 
-def test_autocast_inside() -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-
-        def forward(self, x):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                return self.fc(x)
-
-    refused(Model(inner=Half()), "inner.fc (", HERE, "autocast('cpu', torch.bfloat16)")
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
 def test_wrapped_models() -> None:
     refused(torch.compile(Model()), "OptimizedModule: is wrapped by torch.compile", "plain model")

@@ -7,24 +7,27 @@ edited or broadcast gives the same program as one just made.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from torch import fx
 
 from autopar.capture import Capture
+from autopar.choosing.wiring import weights_of
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
-from autopar.passes.divide_work import Undivided, flops
+from autopar.passes.divide_work import Keep, Option, Undivided, flops
 from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, value
 from autopar.passes.insert_changes import is_getitem, produced_layout
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Lowerable
+from autopar.passes.roles import divides_nothing
+from autopar.passes.sequence import DIVIDE, Along, along_sequence, cuts_nothing
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.strategy import choices, rule, strategy
-from autopar.pins import ResolvedPins, microbatch_rows
+from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
 from autopar.plan import Op, Plan, Predicted, Whole, choice_from_text, choice_to_text
 from autopar.rests import resting, rests_of
 from autopar.wires import wire_of
@@ -68,7 +71,7 @@ def _refuse_changed_constants(gm: fx.GraphModule, captured: Capture) -> None:
 
 
 def mesh_of(pins: ResolvedPins) -> Mesh:
-    """The mesh that pins ask for: dp, tp (axes of one rank left out), and time where there are several microbatches."""
+    """The mesh that pins ask for, without axes of one rank, and with time where there are several microbatches."""
     axes = [Axis(name, size) for name, size in pins.axes()]
     if pins.microbatches > 1:
         axes.append(Axis("time", pins.microbatches, pins.rows))
@@ -78,15 +81,16 @@ def mesh_of(pins: ResolvedPins) -> Mesh:
 def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     """The plan for these pins. Raises AutoparError where a pin cannot be kept."""
     mesh = _with_wires(mesh_of(pins), cluster)
-    gm, left = _completed(prepared, mesh, pins.zero, ("tp",))
-    _keep_obligations(gm, mesh, pins, left)
+    gm, left, along = _completed(prepared, mesh, pins.zero, ("tp",), (SEQUENCE,))
+    _keep_obligations(gm, mesh, along, left)
     plan = plan_of(gm, prepared.captured, mesh, cluster)
     return replace(plan, predicted=_whole(plan, left), pins=pins.pins.given())
 
 
 def choose_along(prepared: Prepared, training: Plan, cluster: Cluster) -> Plan:
     """The plan of an eval program on the ranks of a training plan: axes that cut its batch are followed, the others
-    divided; parameters rest as they do there. Raises AutoparError where the batch has too few rows."""
+    divided, those of its sequence along the sequence; parameters rest as they do there. Raises AutoparError where the
+    batch has too few rows."""
     batch, data = prepared.captured.batch, [training.axes[i] for i in training.data]
     ranks = math.prod(a.size for a in data)
     if batch % ranks:
@@ -96,24 +100,45 @@ def choose_along(prepared: Prepared, training: Plan, cluster: Cluster) -> Plan:
             f"cuts it so. Give a multiple of {ranks} rows."
         )
     mesh = Mesh(tuple(a for a in plan_mesh(training).axes if not a.is_time))
-    gm, left = _completed(prepared, mesh, training.zero, {a.name for a in mesh.axes} - {a.name for a in data})
+    sequence = {a.name for a in training.axes if a.display[:1] == (SEQUENCE,)} - {a.name for a in data}
+    divided = {a.name for a in mesh.axes} - {a.name for a in data} - sequence
+    gm, left, _ = _completed(prepared, mesh, training.zero, divided, sequence)
     plan = resting(plan_of(gm, prepared.captured, mesh, cluster), rests_of(training))
     return replace(plan, predicted=_whole(plan, left), pins=training.pins)
 
 
 def _completed(
-    prepared: Prepared, mesh: Mesh, zero: int, divided: Collection[str]
-) -> tuple[fx.GraphModule, list[tuple[str, Undivided]]]:
-    captured = prepared.captured
-    return complete_layouts(
-        copy_graph(prepared.body),
+    prepared: Prepared, mesh: Mesh, zero: int, divided: Collection[str], cut: Collection[str]
+) -> tuple[fx.GraphModule, list[tuple[str, Undivided]], dict[str, dict[fx.Node, Along]]]:
+    """``divided``: axes that divide work; ``cut``: those along the sequence (returned: what lies along it)."""
+    captured, gm = prepared.captured, copy_graph(prepared.body)
+    parameters, batched = frozenset(captured.parameters), frozenset(i.name for i in captured.inputs if i.batch)
+    along = {
+        a.name: along_sequence(gm, parameters, weights_of(gm, parameters), batched, captured.batch)
+        for a in mesh.axes
+        if a.name in cut
+    }
+    gm, left = complete_layouts(
+        gm,
         mesh,
-        parameters=frozenset(captured.parameters),
-        batch_inputs=frozenset(i.name for i in captured.inputs if i.batch),
+        parameters=parameters,
+        batch_inputs=batched,
         batch=captured.batch,
         zero=zero,
         divided=divided,
+        keep={name: _along_only(found) for name, found in along.items()},
     )
+    return gm, left, along
+
+
+def _along_only(along: Mapping[fx.Node, Along]) -> Keep:
+    """Of what an op may do on an axis, what cuts the sequence."""
+
+    def keep(op: fx.Node, offered: list[Option], axis: int) -> list[Option]:
+        allowed = along[op].of([s for _, s in offered], axis) if op in along else []
+        return [o for o in offered if o[1] in allowed] or offered
+
+    return keep
 
 
 def _whole(plan: Plan, left: list[tuple[str, Undivided]]) -> Predicted:
@@ -273,18 +298,20 @@ def _known(node: fx.Node, chosen: list[Choice]) -> bool:
     return True
 
 
-def _keep_obligations(gm: fx.GraphModule, mesh: Mesh, pins: ResolvedPins, left: list[tuple[str, Undivided]]) -> None:
-    """A pinned tp must divide something."""
-    if pins.tp == 1:
-        return
-    axis = mesh.index("tp")
-    for node in ops_of(gm):
-        found = fact(node).strategy
-        assert found is not None
-        if flops(node) and found.choices[axis].kind in ("factor", "special"):
-            return
-    listed = "; ".join(f"{u.fqn} ({u.op.removeprefix('aten.')}): {u.why}" for _, u in left[:3])
-    raise AutoparError(
-        f"pins: tp={pins.tp} divides no matmul, attention or convolution of this model "
-        f"({listed or 'it has none'}). Use tp=1, or a degree that divides them."
-    )
+def _keep_obligations(
+    gm: fx.GraphModule, mesh: Mesh, along: Mapping[str, Mapping[fx.Node, Along]], left: list[tuple[str, Undivided]]
+) -> None:
+    """A pinned tp must divide something, and a pinned sp along the sequence."""
+    for axis, a in enumerate(mesh.axes):
+        if a.is_time or a.name not in ("tp", SEQUENCE) or any(_divides(node, axis) for node in ops_of(gm)):
+            continue
+        if a.name == SEQUENCE:
+            raise AutoparError(cuts_nothing(a.size, along[a.name]))
+        words = [f"{u.fqn} ({u.op.removeprefix('aten.')}): {u.why}" for name, u in left if name == a.name]
+        raise AutoparError(divides_nothing(a.size, words))
+
+
+def _divides(node: fx.Node, axis: int) -> bool:
+    found = fact(node).strategy
+    assert found is not None
+    return flops(node) > 0 and found.choices[axis].kind in DIVIDE

@@ -187,7 +187,7 @@ class Parallel(Placed):
                 "compile: inputs='local' says how many rows this rank has, but how many ranks cut the batch is not "
                 "decided yet. Give global_batch=, or pin dp."
             )
-        return self._pins.dp or self._cluster.ranks // (self._pins.tp or 1)
+        return self._pins.dp or self._cluster.ranks // (self._pins.sequence * (self._pins.tp or 1))
 
     # -- running ----------------------------------------------------------------------------------------------------
 

@@ -1,8 +1,9 @@
 """What each axis of a finished plan is called: predicates on what its ops do (``docs/design.md`` section 7).
 
 An axis that cuts the batch is data parallelism, ``dp_shard`` where a parameter rests in pieces over it that is used
-whole, else ``dp_replicate``; one that cuts the sequence of an attention is ``cp``; any other is ``tp``, and ``idle``
-where it divides no op. An axis used in several ways has all their names, those with the most FLOPs first.
+whole, else ``dp_replicate``; one that cuts the sequence of an attention, or that cuts other rows beside whole weights
+and nothing else, is ``cp``; any other is ``tp``, and ``idle`` where it divides no op. An axis used in several ways has
+all their names, those with the most FLOPs first.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def _display(
         if flops(node) or "cut" in read:
             work[use] += int(flops(node))
     uses = work or copied
-    beside: Use = "sequence" if uses["sequence"] else "work"
+    beside: Use = "sequence" if uses["sequence"] or not uses["work"] else "work"
     names = {"batch": "dp_shard" if _rests_in_pieces(gm, axis) else "dp_replicate", "sequence": "cp", "work": "tp"}
     named: Counter[str] = Counter()
     for use, count in uses.items():

@@ -25,6 +25,7 @@ from autopar.errors import AutoparError
 from autopar.schema import nearest
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep")  # axes of ranks, outermost to innermost is pp dp cp tp
+SEQUENCE = "cp"  # the axis that ``sp=N`` makes
 WORDS = {
     "recompute": ("none", "selective", "full"),
     "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
@@ -36,7 +37,6 @@ _LATER = {
     "pp": "pipeline stages come with a later release",
     "cp": "context parallelism comes with a later release",
     "ep": "expert parallelism comes with a later release",
-    "sp": "sequence parallelism over an axis of its own comes with a later release",
     "recompute": "recomputation comes with a later release",
     "schedule": "pipeline schedules come with a later release",
     "vp": "virtual pipeline stages come with a later release",
@@ -50,7 +50,6 @@ _NO_OP = {
     "cp": 1,
     "ep": 1,
     "vp": 1,
-    "sp": False,
     "recompute": "none",
     "param_dtype": "fp32",
     "reduce_dtype": "fp32",
@@ -122,16 +121,27 @@ class Pins:
         """The keys that the user gave: each is an obligation."""
         return frozenset(f.name for f in fields(self) if getattr(self, f.name) not in (None, ()))
 
+    @property
+    def sequence(self) -> int:
+        """Ranks of the axis over which ``sp=N`` cuts the sequence; 1 where it makes none."""
+        return self.sp if isinstance(self.sp, int) and not isinstance(self.sp, bool) else 1
+
+    @property
+    def axes(self) -> bool:
+        """Whether they say what the axes are for: ``dp``, ``tp`` or ``sp=N`` is given."""
+        return self.dp is not None or self.tp is not None or self.sequence > 1
+
 
 KEYS = tuple(f.name for f in fields(Pins) if f.name != "layouts")
 
 
 @dataclass(frozen=True)
 class ResolvedPins:
-    """Pins with nothing left open: every rank has its place. ``rows``: batch rows of each microbatch (over all of dp);
-    empty where the batch was not given."""
+    """Pins with nothing left open: every rank has its place. ``sp``: ranks of the sequence's own axis; ``rows``: batch
+    rows of each microbatch (over all of dp), empty where the batch was not given."""
 
     dp: int
+    sp: int
     tp: int
     zero: int
     microbatches: int
@@ -146,15 +156,17 @@ class ResolvedPins:
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.tp * self.pp * self.cp
+        return self.dp * self.sp * self.tp * self.pp * self.cp
 
     def axes(self) -> tuple[tuple[str, int], ...]:
         """(name, size) of the axes of more than one rank, outermost first; the last one's ranks are neighbours."""
-        return tuple((name, size) for name, size in (("dp", self.dp), ("tp", self.tp)) if size > 1)
+        found = (("dp", self.dp), (SEQUENCE, self.sp), ("tp", self.tp))
+        return tuple((name, size) for name, size in found if size > 1)
 
     def one_line(self) -> str:
-        """``dp=2 tp=2 zero=3 microbatches=3``."""
-        return f"dp={self.dp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}"
+        """``dp=2 tp=2 zero=3 microbatches=3``, with ``sp=2`` where the sequence has an axis."""
+        sp = f" sp={self.sp}" if self.sp > 1 else ""
+        return f"dp={self.dp}{sp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}"
 
 
 def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
@@ -166,18 +178,29 @@ def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
     _refuse_unsupported(pins)
     if ranks < 1:
         raise AutoparError(f"ranks: {ranks} is not a number of ranks. Legal: 1 or more.")
-    tp = pins.tp or 1
-    if ranks % tp:
-        legal = ", ".join(f"tp={d}" for d in divisors(ranks))
-        raise AutoparError(f"pins: tp={tp} does not divide {_n(ranks, 'rank')}. Legal: {legal}.")
-    dp = pins.dp if pins.dp is not None else ranks // tp
-    if dp * tp != ranks:
-        given = " ".join(f"{k}={v}" for k, v in (("dp", pins.dp), ("tp", pins.tp)) if v is not None)
-        pairs = ", ".join(f"dp={ranks // d} tp={d}" for d in divisors(ranks))
-        raise AutoparError(f"pins: {given} makes {_n(dp * tp, 'rank')}, there are {ranks}. Legal: {pairs}.")
+    sp, tp = pins.sequence, pins.tp or 1
+    inner = " ".join(f"{k}={v}" for k, v in (("sp", sp), ("tp", tp)) if v > 1) or "tp=1"
+    if ranks % (sp * tp):
+        pairs = [(s, d) for d in divisors(ranks) for s in (divisors(ranks // d) if sp > 1 else [1])]
+        legal = ", ".join(f"sp={s} tp={d}" if sp > 1 else f"tp={d}" for s, d in pairs if s > 1 or sp == 1)
+        raise AutoparError(f"pins: {inner} does not divide {_n(ranks, 'rank')}. Legal: {legal or 'no sp'}.")
+    dp = pins.dp if pins.dp is not None else ranks // (sp * tp)
+    if dp * sp * tp != ranks:
+        named = (("dp", pins.dp), ("sp", sp if sp > 1 else None), ("tp", pins.tp))
+        given = " ".join(f"{k}={v}" for k, v in named if v is not None)
+        legal = ", ".join(_places(ranks, sp))
+        raise AutoparError(f"pins: {given} makes {_n(dp * sp * tp, 'rank')}, there are {ranks}. Legal: {legal}.")
     count = pins.microbatches or 1
-    rows = _divide_batch(batch, ranks, dp, count) if batch is not None else ()
-    return ResolvedPins(dp, tp, pins.zero or 0, count, rows, pins)
+    rows = _divide_batch(batch, ranks, dp, sp, count) if batch is not None else ()
+    return ResolvedPins(dp, sp, tp, pins.zero or 0, count, rows, pins)
+
+
+def _places(ranks: int, sp: int, batch: int = 0) -> list[str]:
+    """The legal degrees with so many ranks along the sequence, those that divide ``batch``."""
+    if ranks % sp:
+        return [f"{_n(sp, 'rank')} or a multiple"]
+    each, word = ranks // sp, f" sp={sp}" if sp > 1 else ""
+    return [f"dp={each // d}{word} tp={d}" for d in divisors(each) if batch % (each // d) == 0]
 
 
 def microbatch_rows(batch: int, dp: int, count: int) -> tuple[int, ...]:
@@ -198,11 +221,11 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def _divide_batch(batch: int, ranks: int, dp: int, count: int) -> tuple[int, ...]:
+def _divide_batch(batch: int, ranks: int, dp: int, sp: int, count: int) -> tuple[int, ...]:
     if batch < 1:
         raise AutoparError(f"batch: {batch} is not a number of rows. Legal: 1 or more.")
     if batch % dp:
-        pairs = ", ".join(f"dp={d} tp={ranks // d}" for d in divisors(ranks) if batch % d == 0)
+        pairs = ", ".join(reversed(_places(ranks, sp, batch)))
         raise AutoparError(
             f"pins: dp={dp} does not divide the batch of {_n(batch, 'row')}. "
             f"Legal on {_n(ranks, 'rank')}: {pairs}; or a batch that is a multiple of {dp}."
@@ -216,12 +239,10 @@ def _divide_batch(batch: int, ranks: int, dp: int, count: int) -> tuple[int, ...
 
 
 def _refuse_unsupported(pins: Pins) -> None:
+    if pins.sp is True and (pins.tp or 1) == 1:
+        raise AutoparError("pin sp=true: needs tensor ranks to cut the sequence over. Pin tp=2 or more, or sp=N.")
     for key, why in _LATER.items():
         value = getattr(pins, key)
-        if key == "sp" and value is True:
-            if (pins.tp or 1) == 1:
-                raise AutoparError("pin sp=true: needs tensor ranks to cut the sequence over. Pin tp=2 or more.")
-            continue
         if value in (None, ()) or (key in _NO_OP and value == _NO_OP[key]):
             continue
         shown = f"{LAYOUT}{value[0][0]}" if key == "layouts" else f"{key}={_word(value)}"

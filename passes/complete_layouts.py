@@ -16,7 +16,7 @@ from torch import fx
 from autopar.errors import AutoparError
 from autopar.passes.changes import cost
 from autopar.passes.completion import Completion, is_op, produced_parts
-from autopar.passes.divide_work import Undivided, divide_work
+from autopar.passes.divide_work import Keep, Undivided, divide_work
 from autopar.passes.facts import KEY, Choice, Strategy, Value, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import Axis, Layout, Mesh, Split
 from autopar.passes.moves import STEP
@@ -95,15 +95,18 @@ def complete_layouts(
     batch: int,
     zero: int = 0,
     divided: Collection[str] = ("tp",),
+    keep: Mapping[str, Keep] | None = None,
 ) -> tuple[fx.GraphModule, list[tuple[str, Undivided]]]:
-    """Give every node its strategy. On axes called ``divided`` work is divided, on all others the batch is followed.
+    """Give every node its strategy. On axes called ``divided`` work is divided; so it is on those of ``keep``, but
+    along the sequence and with parameters whole; on all others the batch is followed.
 
     ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is
     the batch; ``zero``: how parameters rest over the followed axes (``docs/design.md`` section 6). Returns the graph,
     and each axis with an op that it leaves whole. Raises AutoparError where the batch cannot be cut into microbatches.
     """
     state = Completion(gm, mesh, parameters)
-    followed = [i for i, a in enumerate(mesh.axes) if a.name not in divided]
+    keep = keep or {}
+    followed = [i for i, a in enumerate(mesh.axes) if a.name not in divided and a.name not in keep]
     for axis in followed:
         for node in state.leaves:
             if node.op == "placeholder" and node.name in batch_inputs:
@@ -112,9 +115,10 @@ def complete_layouts(
     undivided: list[tuple[str, Undivided]] = []
     for axis, a in enumerate(mesh.axes):
         if axis not in followed:
-            found = divide_work(state, axis, batch_dims(gm, batch_inputs, batch))
+            apart = {} if a.name in keep else batch_dims(gm, batch_inputs, batch)
+            found = divide_work(state, axis, apart, keep.get(a.name))
             undivided += [(a.name, u) for u in found]
-    record(state, zero, [i for i in followed if not mesh.axes[i].is_time])
+    record(state, zero, [i for i, a in enumerate(mesh.axes) if not a.is_time and a.name not in divided])
     return gm, undivided
 
 

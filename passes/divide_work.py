@@ -7,7 +7,7 @@ dim is never cut here: that would be data parallelism under another name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -28,6 +28,9 @@ IDLE = 1e-4  # a byte of an undivided result: breaks ties in favour of dividing
 PARTIAL_BYTE = 1e-3  # a byte kept as a partial sum: breaks ties in favour of reducing early
 
 aten = torch.ops.aten
+
+Option = tuple[Choice, Strategy]
+Keep = Callable[[fx.Node, list[Option], int], list[Option]]  # of what an op may do on an axis, what it should
 
 
 @dataclass(frozen=True)
@@ -61,17 +64,20 @@ class Partial:
     live: tuple[Live | None, ...]
     parent: Partial | None
     node: fx.Node | None
-    option: tuple[Choice, Strategy] | None
+    option: Option | None
 
 
-def divide_work(state: Completion, axis: int, batched: Mapping[fx.Node, int]) -> list[Undivided]:
-    """Decide ``axis`` for all ops and leaves of ``state``. ``batched``: the dim of each tensor that carries the batch.
+def divide_work(
+    state: Completion, axis: int, batched: Mapping[fx.Node, int], keep: Keep | None = None
+) -> list[Undivided]:
+    """Decide ``axis`` for all ops and leaves of ``state``. ``batched``: the dim of each tensor that carries the batch;
+    ``keep``: leaves options out.
 
     Returns the matmuls, attentions and convolutions that are left whole.
     """
     for leaf, layout in state.leaves.items():
         state.leaves[leaf] = layout.with_kind(axis, "I")
-    search = _Search(state, axis, batched)
+    search = _Search(state, axis, batched, keep)
     best: Partial | None = search.run()
     menu = search.menu
     while best is not None:
@@ -84,8 +90,8 @@ def divide_work(state: Completion, axis: int, batched: Mapping[fx.Node, int]) ->
 
 
 class _Search:
-    def __init__(self, state: Completion, axis: int, batched: Mapping[fx.Node, int]) -> None:
-        self.state, self.axis, self.batched = state, axis, batched
+    def __init__(self, state: Completion, axis: int, batched: Mapping[fx.Node, int], keep: Keep | None = None) -> None:
+        self.state, self.axis, self.batched, self.keep = state, axis, batched, keep
         self.mesh, self.n = state.mesh.without_wires(), state.mesh.axes[axis].size
         self.proposals = propose_parts(state.gm)
         self.parameters = {n for n in state.leaves if n.op == "get_attr" and n.target in state.parameters}
@@ -177,6 +183,7 @@ class _Search:
                     parts += produced_parts(found, slot, have.layout, self.axis)
         options = self.state.candidates(node, self.axis, list(dict.fromkeys(parts)))
         options = [(c, p) for c, p in options if not _cuts_batch(node, p, self.axis, self.batched)]
+        options = self.keep(node, options, self.axis) if self.keep else options
         self.menu[node] = options
         results = result_slots(node)
         produced = [r for r in results if r is not None]

@@ -184,7 +184,14 @@ COMMANDS = {
     ),
     "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin pp=2", "pin pp=2: not supported yet"),
     "a sequence over no axis": (f"verify {MLP} --ranks 2 --pin sp=true", "pin sp=true: needs tensor ranks"),
-    "sequence parallelism": (f"verify {MLP} --ranks 2 --pin tp=2 --pin sp=2", "pin sp=2: not supported yet"),
+    "more ranks along the sequence than there are": (
+        f"verify {MLP} --ranks 2 --pin tp=2 --pin sp=2",
+        "pins: sp=2 tp=2 does not divide 2 ranks. Legal: sp=2 tp=1.",
+    ),
+    "a sequence that does not divide": (
+        "verify autopar.models.gpt2:make --ranks 5 --pin sp=5",
+        "pins: sp=5 divides no matmul, attention or convolution of this model along its sequence of 16. Legal: sp=2",
+    ),
     "a degree that does not fit": (
         f"verify {MLP} --ranks 4 --pin tp=3",
         "tp=3 does not divide 4 ranks. Legal: tp=1, tp=2",

@@ -38,7 +38,7 @@ class Planned:
 
 def solves(pins: Pins) -> bool:
     """Whether the solver makes the plan: nobody has said what the axes are for."""
-    return not {"dp", "tp"} & pins.named()
+    return not pins.axes
 
 
 def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str, Layout]) -> Planned:
@@ -96,7 +96,7 @@ def _refusal(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared
     nearest: list[Alternative] = []
     if {"zero", "microbatches"} & pins.named():
         resolved = resolve(pins, cluster.ranks, captured.batch)
-        for zero in range(4) if resolved.dp > 1 else (0,):
+        for zero in range(4) if resolved.dp * resolved.sp > 1 else (0,):
             with suppress(AutoparError):
                 made = _attempt(captured, replace(pins, zero=zero, microbatches=None), cluster, prepared)
                 nearest.append(_alternative(made.plan, zero))

@@ -234,7 +234,7 @@ class _Pose:
         name = str(t.node.target) if t.parameter else t.node.name
         if t.parameter:
             uses = tuple(dict.fromkeys(map(_made_of, layouts)))
-            over = None if self.roles is None else tuple(self.roles.follow)
+            over = None if self.roles is None else self.roles.over
             states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over, self._together[t.value.dtype]))
             return Variable(name, "parameter", tuple(map(str, states)), self._held(t.value, states)), states
         if self.roles is not None:

@@ -22,10 +22,11 @@ from autopar.passes.facts import value
 from autopar.passes.follow_time import TimeChoices, cut_alike, follow_axis, follow_time
 from autopar.passes.keepers import keepers
 from autopar.passes.layout import Axis
-from autopar.passes.roles import Limit, Roles, limits_of, sequence_of
+from autopar.passes.roles import Limit, Roles, limits_of
+from autopar.passes.sequence import along_sequence, sequences
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.units import Units, core_ops, cut_units
-from autopar.pins import ResolvedPins, microbatch_rows
+from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
 from autopar.solver.meshes import MOST_MICROBATCHES
 
 
@@ -164,26 +165,23 @@ class Poser:
         """Rows that no microbatch may part: a pinned data axis has one on each rank."""
         return self.pinned.dp if self.pinned else 1
 
-    def _batch_dims(self, gm: fx.GraphModule, batched: frozenset[str]) -> dict[fx.Node, int | None]:
-        if self.captured.batch < 2:
-            return {}
-        found = follow_axis(gm, batched, Axis("batch", self.captured.batch))
-        return {node: layout.dim_of(0) for node, layout in found.layouts.items()}
-
     def _roles_on(self, body: Body, pins: ResolvedPins) -> Roles:
         if body not in self._roles:
             gm, parameters = body.prepared.body, frozenset(self.captured.parameters)
             batched = frozenset(i.name for i in self.captured.inputs if i.batch)
             named = {name: i for i, (name, _) in enumerate(pins.axes())}
             follow = {named["dp"]: follow_axis(gm, batched, Axis("dp", pins.dp))} if "dp" in named else {}
+            tensor, cut, weights = named.get("tp"), named.get(SEQUENCE), weights_of(gm, parameters)
+            shares = pins.pins.sp is True and tensor is not None
+            along = {}
+            if shares or cut is not None:
+                along = along_sequence(gm, parameters, weights, batched, self.captured.batch)
             limits, whole = dict[fx.Node, Limit](), frozenset[fx.Node]()
-            batch: dict[fx.Node, int | None] | None = None
-            if "tp" in named:
+            if tensor is not None:
                 ops = core_ops(gm, parameters)
-                batch = self._batch_dims(gm, batched) if pins.pins.sp is True else None
-                limits, whole = limits_of(ops, body.units, parameters, weights_of(gm, parameters), batch)
-            sequence = None if batch is None else sequence_of(limits)
-            self._roles[body] = Roles(follow, named.get("tp"), limits, whole, sequence)
+                limits, whole = limits_of(ops, body.units, parameters, weights, along if shares else None)
+            sequence = sequences(along) if shares else {}
+            self._roles[body] = Roles(follow, tensor, limits, whole, sequence, cut, along)
         return self._roles[body]
 
 

@@ -17,7 +17,8 @@ from autopar.passes.facts import KEY, fact, value
 from autopar.passes.follow_time import TimeChoices
 from autopar.passes.layout import Layout
 from autopar.passes.parameter_states import ParameterState
-from autopar.passes.roles import DIVIDE, why_whole
+from autopar.passes.roles import divides_nothing, why_whole
+from autopar.passes.sequence import DIVIDE, cuts_nothing
 from autopar.passes.sides import sides
 from autopar.passes.split_prologue import copy_graph
 from autopar.plan import Plan, Whole
@@ -95,22 +96,31 @@ def plan_from(body: Body, posed: Posed, assignment: Assignment, times: TimeChoic
 
 
 def _left_whole(posed: Posed, assignment: Assignment) -> tuple[Whole, ...]:
-    """The ops that a pinned tensor axis should divide and leaves whole. Raises AutoparError where it divides none."""
-    axis = None if posed.roles is None else posed.roles.tensor
-    if posed.roles is None or axis is None:
+    """The ops that pinned axes should divide and leave whole. Raises AutoparError where one divides none."""
+    roles, left = posed.roles, list[Whole]()
+    if roles is None:
         return ()
-    name, size, divides, left = posed.mesh.axes[axis].name, posed.mesh.axes[axis].size, False, []
-    for unit, states in zip(posed.units.units, assignment.units, strict=True):
-        for op, options, state in zip(unit.ops, posed.ops[unit.kind], states, strict=False):
-            if flops(op) and options.strategies[state].choices[axis].kind in DIVIDE:
-                divides = True
-            elif flops(op):
-                left.append(Whole(name, fact(op).fqn or op.name, str(op.target), why_whole(op, size)))
-    if not divides:
-        listed = "; ".join(f"{w.fqn} ({w.op.removeprefix('aten.')}): {w.why}" for w in left[:3])
+    done = {
+        op: options.strategies[state]
+        for unit, states in zip(posed.units.units, assignment.units, strict=True)
+        for op, options, state in zip(unit.ops, posed.ops[unit.kind], states, strict=False)
+    }
+    for axis in (roles.cut, roles.tensor):
+        if axis is None:
+            continue
+        name, size = posed.mesh.axes[axis].name, posed.mesh.axes[axis].size
+        idle = [op for op, chosen in done.items() if flops(op) and chosen.choices[axis].kind not in DIVIDE]
+        whole = [Whole(name, fact(op).fqn or op.name, str(op.target), why_whole(op, size)) for op in idle]
+        if len(idle) == sum(flops(op) > 0 for op in done):
+            words = [f"{w.fqn} ({w.op.removeprefix('aten.')}): {w.why}" for w in whole]
+            raise AutoparError(
+                divides_nothing(size, words) if axis == roles.tensor else cuts_nothing(size, roles.along)
+            )
+        left += whole
+    if roles.sequence and not any(roles.limits[op].cuts_sequence(s, roles.tensor or 0) for op, s in done.items()):
         raise AutoparError(
-            f"pins: {name}={size} divides no matmul, attention or convolution of this model "
-            f"({listed or 'it has none'}). Use {name}=1, or a degree that divides them."
+            "pin sp=true: no norm, dropout or addition of this model can be cut along its sequence over "
+            f"tp={posed.mesh.axes[roles.tensor or 0].size}. Leave sp out."
         )
     return tuple(left)
 

@@ -70,7 +70,7 @@ class Solver:
     prepared: Prepared | None = None
 
     def __post_init__(self) -> None:
-        pinned = {"dp", "tp"} & self.pins.named()
+        pinned = self.pins.axes
         asked = self.pins if pinned else replace(self.pins, dp=None, tp=None)
         resolved = resolve(asked, self.cluster.ranks if pinned else 1, self.captured.batch)  # refuses what it must
         self.pinned = resolved if pinned else None

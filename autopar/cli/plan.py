@@ -84,13 +84,12 @@ class Asked:
 
 
 def _refuse(pins: Pins, cluster: Cluster, batch: int | None) -> None:
-    """Pins that do not fit the cluster; rows only where dp or tp say how ranks share them."""
+    """Pins that do not fit the cluster; rows only where dp, tp or sp say how ranks share them."""
     if batch is not None and batch < 1:
         raise AutoparError(f"batch: {batch} is not a number of rows. Legal: 1 or more.")
     if batch is not None and batch > MOST_ROWS:
         raise AutoparError(f"batch: {batch:,} rows are more than a plan is made for. Legal: up to {MOST_ROWS:,}.")
-    pinned = pins.dp is not None or pins.tp is not None
-    resolve(pins, cluster.ranks, batch if pinned else None)
+    resolve(pins, cluster.ranks, batch if pins.axes else None)
 
 
 def _plan(options: argparse.Namespace) -> tuple[str, int]:

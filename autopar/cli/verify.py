@@ -127,8 +127,8 @@ def _job(options: argparse.Namespace, base: Pins, entry: Mapping[str, Any], wher
 
 
 def _refuse(pins: Pins, ranks: int, batch: int | None) -> None:
-    """Pins that cannot be kept; rows only where dp or tp say how ranks share them."""
-    resolve(pins, ranks, batch if {"dp", "tp"} & pins.named() else None)
+    """Pins that cannot be kept; rows only where dp, tp or sp say how ranks share them."""
+    resolve(pins, ranks, batch if pins.axes else None)
 
 
 def _grouped(jobs: Sequence[Job]) -> Iterator[tuple[tuple[ModelSpec, int, int | None], list[Pins]]]:

@@ -18,10 +18,12 @@ if __name__ != "autopar.passes":
 
 PREPARE = (
     "counter_random",
+    "composites_to_parts",
     "functionalize_mutations",
     "views_to_reshapes",
     "drop_noops",
     "slices_to_splits",
+    "rows_to_gathers",
     "experts_in_token_order",
     "means_to_sums",
     "cross_entropy_keeps_dims",

@@ -11,6 +11,8 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from autopar.passes import PREPARE
+from autopar.passes.composites_to_parts import is_composite
+from autopar.passes.constants import Constants
 from autopar.passes.counter_random import is_random
 from autopar.passes.cross_entropy_keeps_dims import is_flat_loss
 from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop, joined, trained
@@ -18,6 +20,7 @@ from autopar.passes.experts_in_token_order import is_grouped
 from autopar.passes.facts import KEY, Fact
 from autopar.passes.functionalize_mutations import is_mutating, is_training_batch_norm
 from autopar.passes.means_to_sums import is_mean
+from autopar.passes.rows_to_gathers import reads_rows
 from autopar.passes.slices_to_splits import tilings
 from autopar.passes.views_to_reshapes import EXPANDS, RESHAPES, SPLITS, TRANSPOSES, counted_from_end
 
@@ -140,6 +143,11 @@ def _does_nothing(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} ({node.target}) is a cast in another form"
 
 
+def _rows(gm: fx.GraphModule) -> Iterator[str]:
+    constants = Constants()
+    return _each(lambda n: reads_rows(n, constants), "reads places of rows")(gm)
+
+
 def _prologue(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         fact = node.meta.get(KEY)
@@ -162,10 +170,12 @@ def _masks(node: fx.Node) -> bool:
 _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     "capture": _captured,
     "counter_random": _each(is_random, "draws random numbers"),
+    "composites_to_parts": _each(is_composite, "is composed of other ops"),
     "functionalize_mutations": _each(lambda n: is_mutating(n.target) or is_training_batch_norm(n), "writes in place"),
     "views_to_reshapes": _each(_views, "is a view in another form"),
     "drop_noops": _does_nothing,
     "slices_to_splits": lambda gm: (f"slices of {n.name} tile it" for n in gm.graph.nodes if tilings(n)),
+    "rows_to_gathers": _rows,
     "experts_in_token_order": _each(is_grouped, "is a product of sorted rows"),
     "means_to_sums": _each(is_mean, "is a mean"),
     "cross_entropy_keeps_dims": _each(is_flat_loss, "is a flat loss"),

@@ -27,7 +27,7 @@ def linear(node: fx.Node) -> Rule:
     )
 
 
-@factors(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default)
+@factors(aten.mm.default, aten.bmm.default, aten.matmul.default, aten.mv.default, aten.dot.default, aten.vdot.default)
 def matmul(node: fx.Node) -> Rule:
     """``x[... m k], y[... k n] -> z[... m n]``, batch dims broadcast, vectors without m or n."""
     call = read(node)
@@ -67,6 +67,34 @@ def product_and_sum(node: fx.Node) -> Rule:
         {"self": broadcast(call.shape("self"), result, out), left: (*b, m, k), right: (*b, k, *n)},
         outside={"self": ("k",)},
         linear=[call.group("self", left), call.group("self", right)],
+    )
+
+
+@factors(aten.addbmm.default)
+def summed_products(node: fx.Node) -> Rule:
+    """``c[m n], x[b m k], y[b k n] -> z[m n]``; c is broadcast and outside the sums over b and k."""
+    call = read(node)
+    (b, m, k), n = call.shape("batch1"), call.shape("batch2")[-1]
+    left, right = (_one("b", b), _one("m", m), _one("k", k)), (_one("b", b), _one("k", k), _one("n", n))
+    result = (_one("m", m), _one("n", n))
+    return call.rule(
+        result,
+        {"self": broadcast(call.shape("self"), result, (m, n)), "batch1": left, "batch2": right},
+        outside={"self": ("b", "k")},
+        linear=[call.group("self", "batch1"), call.group("self", "batch2")],
+    )
+
+
+@factors(aten.addr.default)
+def outer_and_sum(node: fx.Node) -> Rule:
+    """``c[m n], x[m], y[n] -> z[m n]``; c is broadcast."""
+    call = read(node)
+    (m,), (n,) = call.shape("vec1"), call.shape("vec2")
+    result = (_one("m", m), _one("n", n))
+    return call.rule(
+        result,
+        {"self": broadcast(call.shape("self"), result, (m, n)), "vec1": result[:1], "vec2": result[1:]},
+        linear=[call.group("self", "vec1"), call.group("self", "vec2")],
     )
 
 

@@ -62,6 +62,9 @@ LINEAR: dict[str, tuple[tuple[str, ...], ...]] = {
     "resolve_neg.default": (("self",),),
     "real.default": (("self",),),
     "imag.default": (("self",),),
+    "complex.default": (("real", "imag"),),
+    "alias_copy.default": (("self",),),
+    "detach_copy.default": (("self",),),
 }
 
 # Elementwise, and not tagged so.
@@ -80,7 +83,8 @@ UNTAGGED = """
     special_exp2.default special_logit.default special_gammaln.default special_digamma.default
     special_xlogy.default special_sinc.default special_round.default fill.Scalar fill.Tensor zero.default
     threshold.default fix.default
-    erfinv.default clamp.default clamp.Tensor
+    erfinv.default clamp.default clamp.Tensor complex.default polar.default alias_copy.default detach_copy.default
+    isin.Tensor_Tensor isin.Tensor_Scalar
 """
 
 DROPOUTS = ("dropout.default", "alpha_dropout.default", "feature_dropout.default")
@@ -107,7 +111,7 @@ def _operand(name: str, argument: str, call: Call, result: Dims, shape: tuple[in
         return result if own == shape else (NEVER,) * len(own)
     if name == "prelu.default" and argument == "weight":
         return (result[1],) if own and own[0] > 1 else (NEVER,) * len(own)
-    if name == "bucketize.Tensor" and argument == "boundaries":
+    if (name, argument) in (("bucketize.Tensor", "boundaries"), ("isin.Tensor_Tensor", "test_elements")):
         return (NEVER,) * len(own)
     return broadcast(own, result, shape)
 
@@ -119,6 +123,8 @@ def _linear(name: str, call: Call) -> list[frozenset[int]]:
         return [call.group("other")]
     if name == "masked_fill.Scalar" and call["value"] == 0:
         return [call.group("self")]
+    if name == "add.Tensor" and not call.has("other") and call["other"] == 0:
+        return [call.group("self")]  # Python's sum(losses) begins with 0 + the first
     groups = []
     for names in LINEAR.get(name, ()):
         if all(call.has(n) for n in names):  # x + 1 is not linear in x

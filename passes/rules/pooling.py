@@ -49,10 +49,44 @@ def max_pool(node: fx.Node) -> Rule:
     aten.upsample_bicubic2d.vec,
     aten._upsample_bilinear2d_aa.default,
     aten._upsample_bilinear2d_aa.vec,
+    aten.upsample_nearest3d.default,
+    aten.upsample_nearest3d.vec,
+    aten.upsample_trilinear3d.default,
+    aten.upsample_trilinear3d.vec,
+    aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact1d.vec,
+    aten._upsample_nearest_exact2d.default,
+    aten._upsample_nearest_exact2d.vec,
+    aten._upsample_nearest_exact3d.default,
+    aten._upsample_nearest_exact3d.vec,
+    aten._upsample_bicubic2d_aa.default,
+    aten._upsample_bicubic2d_aa.vec,
 )
 def average_pool(node: fx.Node) -> Rule:
     """As `max_pool`, and linear."""
     return _planes(read(node), linear=True)
+
+
+@factors(aten.max_unpool2d.default, aten.max_unpool3d.default)
+def unpool(node: fx.Node) -> Rule:
+    """``x[n c . .], i[n c . .] -> y[n c . .]``: places count through one plane."""
+    call = read(node)
+    shape = call.shape("self")
+    plane = 2 if node.target is aten.max_unpool2d.default else 3
+    dims = (*plain("n", shape[: len(shape) - plane]), *(NEVER,) * plane)
+    return call.rule(dims, {"self": dims, "indices": dims}, linear=[call.group("self")])
+
+
+@factors(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
+def fractional_pool(node: fx.Node) -> Rule:
+    """``x[n c . .], r[n c .] -> y[n c . .]``: r says where the windows of each plane begin."""
+    call = read(node)
+    shape = call.shape("self")
+    plane = 2 if node.target is aten.fractional_max_pool2d.default else 3
+    lead = plain("n", shape[: len(shape) - plane])
+    dims = (*lead, *(NEVER,) * plane)
+    draws = (*(lead if len(lead) == 2 else (NEVER, *lead)), NEVER)
+    return call.rule([dims] * 2, {"self": dims, "random_samples": draws})
 
 
 @factors(aten.grid_sampler.default, aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)

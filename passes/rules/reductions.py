@@ -32,10 +32,28 @@ def after_reduction(dims: Dims, gone: tuple[int, ...], keep: bool) -> Dims:
 @factors(aten.sum.default, aten.sum.dim_IntList)
 def total(node: fx.Node) -> Rule:
     """``x[a b] -> y[a]``, partial where b is split."""
+    return _total(node, linear=True)
+
+
+@factors(aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
+def counted(node: fx.Node) -> Rule:
+    """As `total`, of what is no number or 0: not linear."""
+    return _total(node, linear=False)
+
+
+def _total(node: fx.Node, *, linear: bool) -> Rule:
     call = read(node)
     dims = plain("d", call.shape("self"))
     result = after_reduction(dims, reduced(call), bool(call.values.get("keepdim")))
-    return call.rule(result, {"self": dims}, linear=[call.group("self")])
+    return call.rule(result, {"self": dims}, linear=[call.group("self")] if linear else ())
+
+
+@factors(aten.histc.default)
+def histogram(node: fx.Node) -> Rule | None:
+    """``x[a] -> y[.]``, partial over a; without bounds they are those of all elements."""
+    call = read(node)
+    dims = plain("d", call.shape("self")) if call["min"] < call["max"] else (NEVER,) * len(call.shape("self"))
+    return call.rule((NEVER,), {"self": dims})
 
 
 @factors(aten.mean.default, aten.mean.dim)
@@ -76,9 +94,9 @@ def average(node: fx.Node) -> Rule:
     aten.all.default,
     aten.all.dim,
     aten.all.dims,
-    aten.count_nonzero.default,
-    aten.count_nonzero.dim_IntList,
     aten.aminmax.default,
+    aten.nanmedian.default,
+    aten.nanmedian.dim,
 )
 def extreme(node: fx.Node) -> Rule:
     """``x[a .] -> y[a]``: not a sum of pieces, or one whose gradient needs the whole."""
@@ -151,36 +169,22 @@ def distance(node: fx.Node) -> Rule:
     return call.rule(after_reduction(dims, gone, bool(call.values.get("keepdim"))), named)
 
 
-@factors(aten.tril.default, aten.triu.default)
-def triangle(node: fx.Node) -> Rule:
-    """``x[... . .]``: the last two dims compare indices."""
-    call = read(node)
-    shape = call.shape("self")
-    dims = without(plain("d", shape), len(shape) - 2, len(shape) - 1)
-    return call.rule(dims, {"self": dims}, linear=[call.group("self")])
-
-
-@factors(
-    aten.fft_fft.default,
-    aten.fft_ifft.default,
-    aten.fft_rfft.default,
-    aten.fft_irfft.default,
-    aten.fft_fftn.default,
-    aten.fft_ifftn.default,
-    aten.fft_rfftn.default,
-    aten.fft_fft2.default,
-    aten.fft_ifft2.default,
-    aten.fft_rfft2.default,
-)
-def transform(node: fx.Node) -> Rule | None:
+@factors(aten._fft_c2c.default, aten._fft_r2c.default, aten._fft_c2r.default)
+def transform(node: fx.Node) -> Rule:
     """``x[a .] -> y[a .]``, linear."""
     call = read(node)
-    if call.values.get("dim") is None and "dim" in call.values:
-        gone: tuple[int, ...] = tuple(range(len(call.shape("self"))))
-    else:
-        gone = reduced(call)
-    dims = without(plain("d", call.shape("self")), *gone)
+    dims = without(plain("d", call.shape("self")), *reduced(call))
     return call.rule(dims, {"self": dims}, linear=[call.group("self")])
+
+
+@factors(aten.renorm.default)
+def renorm(node: fx.Node) -> Rule:
+    """``x[. a] -> y[. a]``: everything but the one dim is a vector."""
+    call = read(node)
+    shape = call.shape("self")
+    at = dim_index(call["dim"], len(shape))
+    dims = without(plain("d", shape), *(d for d in range(len(shape)) if d != at))
+    return call.rule(dims, {"self": dims})
 
 
 @factors(aten.glu.default)

@@ -17,7 +17,7 @@ from autopar.passes.rules.signature import NEVER, dim_index, plain, put, read
 
 aten = torch.ops.aten
 
-RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
+RESHAPES = (aten.reshape.default, aten.view.default, aten._unsafe_view.default, aten.view_copy.default)
 
 
 @factors(*RESHAPES, aten.flatten.using_ints, aten.unflatten.int, aten.view_as.default, aten.reshape_as.default)
@@ -100,6 +100,7 @@ def local_unflatten(
 
 @factors(aten.permute.default, aten.transpose.int, aten.t.default, aten.numpy_T.default, aten.mT.default)
 @factors(aten.swapaxes.default, aten.swapdims.default, aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int)
+@factors(aten.permute_copy.default, aten.transpose_copy.int, aten.t_copy.default)
 def permute(node: fx.Node) -> Rule:
     """``x[a b] -> y[b a]``, for any order."""
     call = read(node)
@@ -116,13 +117,14 @@ def _order(call: Any, ndim: int) -> list[int]:
 
 
 @factors(aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims)
+@factors(aten.unsqueeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims)
 def add_or_drop_ones(node: fx.Node) -> Rule:
     """Dims of size 1 come and go; ``squeeze`` of a longer dim keeps it, and whole, lest it be 1 on a rank."""
     call = read(node)
     shape = call.shape("self")
     dims = list(plain("d", shape))
     given = call["dim"] if isinstance(call["dim"], (list, tuple)) else [call["dim"]]
-    if node.target is aten.unsqueeze.default:
+    if node.target in (aten.unsqueeze.default, aten.unsqueeze_copy.default):
         result = [*dims]
         result.insert(dim_index(given[0], len(shape) + 1), NEVER)
     else:
@@ -132,7 +134,7 @@ def add_or_drop_ones(node: fx.Node) -> Rule:
     return call.rule(tuple(result), {"self": tuple(dims)}, linear=[call.group("self")])
 
 
-@factors(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default)
+@factors(aten.expand.default, aten.expand_as.default, aten.broadcast_to.default, aten.expand_copy.default)
 def expand(node: fx.Node) -> Rule:
     """``x[a 1] -> y[n a b]``: the new lengths are factors that only the result has."""
     call = read(node)
@@ -148,7 +150,7 @@ def expand(node: fx.Node) -> Rule:
     return call.rule(result, named, linear=[call.group("self")])
 
 
-@localizes(aten.expand.default, aten.broadcast_to.default)
+@localizes(aten.expand.default, aten.broadcast_to.default, aten.expand_copy.default)
 def local_expand(
     node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], sizes: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -218,7 +220,7 @@ def local_repeat_interleave(
     return put(node, args, kwargs, "output_size", sizes.results[0][dim])
 
 
-@factors(aten.select.int, aten.unbind.int)
+@factors(aten.select.int, aten.unbind.int, aten.select_copy.int, aten.unbind_copy.int)
 def select(node: fx.Node) -> Rule:
     """``x[a .] -> y[a]``: the dim that is taken apart is whole."""
     call = read(node)
@@ -265,7 +267,7 @@ def pad(node: fx.Node) -> Rule:
     return call.rule(dims, {"self": dims}, linear=[call.group("self")] if zero else ())
 
 
-@factors(aten.unfold.default)
+@factors(aten.unfold.default, aten.unfold_copy.default)
 def unfold(node: fx.Node) -> Rule:
     """``x[a .] -> y[a . .]``: windows are taken from a whole dim."""
     call = read(node)
@@ -298,6 +300,27 @@ def pixel_unshuffle(node: fx.Node) -> Rule:
     before = (*lead, Dim(("c",)), Dim(("h", "i")), Dim(("w", "j")))
     after = (*lead, Dim(("c", "i", "j")), Dim(("h",)), Dim(("w",)))
     return call.rule(after, {"self": before}, linear=[call.group("self")], sizes=sizes, whole=["i", "j"])
+
+
+@factors(aten.channel_shuffle.default)
+def channel_shuffle(node: fx.Node) -> Rule:
+    """``x[n (. c) a] -> y[n (c .) a]``: groups and the channels of a group change places."""
+    call = read(node)
+    shape, groups = call.shape("self"), call["groups"]
+    lead, rest = plain("n", shape[:1]), plain("a", shape[2:])
+    sizes = {"g": groups, "c": shape[1] // groups}
+    c = tuple(f for f in ("c",) if sizes[f] > 1)
+    before, after = (*lead, Dim(("g", *c)), *rest), (*lead, Dim((*c, "g")), *rest)
+    return call.rule(after, {"self": before}, linear=[call.group("self")], sizes=sizes, whole=["g"])
+
+
+@factors(aten.as_strided.default, aten.as_strided_copy.default)
+def strided(node: fx.Node) -> Rule:
+    """Whole, and linear: only memory says which elements these are."""
+    call = read(node)
+    out = call.results()[0]
+    assert out is not None
+    return call.rule((NEVER,) * out.dim(), {}, linear=[call.group("self")])
 
 
 @factors(aten.im2col.default)

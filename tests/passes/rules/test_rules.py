@@ -245,7 +245,7 @@ REDUCTIONS = [
     sample(aten.topk.default, x(6, 4), 2),
     sample(aten.argmax.default, x(6, 4), -1),
     sample(aten.any.dim, m(6, 4), 1),
-    sample(aten.fft_fftn.default, torch.randn(6, 4, dtype=torch.complex128), None, [-1]),
+    sample(aten._fft_c2c.default, torch.randn(6, 4, dtype=torch.complex128), [1], 0, True),
 ]
 
 INDEXING = [

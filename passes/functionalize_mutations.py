@@ -26,7 +26,8 @@ def functionalize_mutations(gm: fx.GraphModule) -> fx.GraphModule:
     a view of, read the new value. Buffers that change become ``{fqn: node}`` under ``"buffers"`` of the output.
 
     ``batch_norm`` in training becomes ``autopar.batch_norm``, its running statistics outputs. A ``momentum`` of nan
-    stands for torch's None: the cumulative average over ``num_batches_tracked``.
+    stands for torch's None: the cumulative average over ``num_batches_tracked``. ``instance_norm`` with running
+    statistics is one without, and these move to the mean of all instances' own.
 
     Raises:
         AutoparError: the graph writes into an input, a parameter or a constant, or by an op or through a view that
@@ -52,12 +53,15 @@ def is_training_batch_norm(node: fx.Node) -> bool:
     return node.target is aten.batch_norm.default and bool(node.args[5])
 
 
+def is_tracking_instance_norm(node: fx.Node) -> bool:
+    """Whether the node is an instance norm that updates its buffers, unseen by its schema."""
+    return node.target is aten.instance_norm.default and bool(node.args[5]) and node.args[3] is not None
+
+
 def _mutates(node: fx.Node) -> bool:
     if node.op != "call_function":
         return False
-    if node.target is aten.instance_norm.default and node.args[5] and node.args[3] is not None:
-        raise _refusal(node, "updates running statistics per instance", "Use track_running_stats=False")
-    return is_mutating(node.target) or is_training_batch_norm(node)
+    return is_mutating(node.target) or is_training_batch_norm(node) or is_tracking_instance_norm(node)
 
 
 def _refusal(node: fx.Node, why: str, way_out: str) -> AutoparError:
@@ -87,7 +91,12 @@ class _Rewriter:
                 self.aliases[node] = alias
                 continue
             with self.graph.inserting_before(node):
-                (self._batch_norm if is_training_batch_norm(node) else self._mutation)(node)
+                if is_training_batch_norm(node):
+                    self._batch_norm(node)
+                elif is_tracking_instance_norm(node):
+                    self._instance_norm(node)
+                else:
+                    self._mutation(node)
             done.append(node)
         for node in reversed(done):
             self.graph.erase_node(node)
@@ -134,6 +143,9 @@ class _Rewriter:
     def _mutation(self, node: fx.Node) -> None:
         schema = node.target._schema  # type: ignore[union-attr]
         written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        if [schema.arguments[i].name for i in written] == ["out"] and isinstance(node.kwargs.get("out"), fx.Node):
+            self._out(node, node.kwargs["out"])  # type: ignore[arg-type]
+            return
         if written != [0] or schema.arguments[0].kwarg_only or not isinstance(node.args[0], fx.Node):
             raise _refusal(node, "writes into its arguments", "Use the form that returns a new tensor")
         target = node.args[0]
@@ -144,6 +156,16 @@ class _Rewriter:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda a: self._read(a) if a in self.aliases else a)
         new = self._like(node, target, _functional(node, name)(self.graph, node, args, kwargs))
         self._write(node, target, new)
+        self.aliases[node] = self.aliases[target]
+
+    def _out(self, node: fx.Node, target: fx.Node) -> None:
+        """``div(a, b, out=c)``."""
+        given = {k: v for k, v in node.kwargs.items() if k != "out"}
+        args, kwargs = fx.map_arg((node.args, given), lambda a: self._read(a) if a in self.aliases else a)
+        new = call(self.graph, _without_out(node), args, kwargs, like=node)
+        if new.meta["val"].shape != target.meta["val"].shape:
+            raise _refusal(node, "gives out= another shape", "Use the form that returns a new tensor")
+        self._write(node, target, self._like(node, target, new))
         self.aliases[node] = self.aliases[target]
 
     def _like(self, node: fx.Node, target: fx.Node, new: fx.Node) -> fx.Node:
@@ -167,7 +189,7 @@ class _Rewriter:
         if mean is None or var is None:
             size = (read[x].meta["val"].shape[1],)  # type: ignore[index]
             dtype = read[x].meta["val"].dtype  # type: ignore[index]
-            mean, var = (self._full(node, read[x], size, v, dtype) for v in (0, 1))  # type: ignore[index]
+            mean, var = (self._full(node, size, v, dtype) for v in (0, 1))
             read |= {mean: mean, var: var}
         cumulative = isinstance(momentum, float) and math.isnan(momentum)
         args = (*(read.get(a, a) for a in (x, weight, bias, mean, var)), 1.0 if cumulative else momentum, eps)  # type: ignore[arg-type]
@@ -182,8 +204,28 @@ class _Rewriter:
         self._write(node, held_mean, new_mean)
         self._write(node, held_var, new_var)
 
-    def _full(self, node: fx.Node, like: fx.Node, size: tuple[int, ...], fill: int, dtype: torch.dtype) -> fx.Node:
-        return call(self.graph, aten.new_full.default, (like, list(size), fill), {"dtype": dtype}, like=node)
+    def _full(self, node: fx.Node, size: tuple[int, ...], fill: int, dtype: torch.dtype) -> fx.Node:
+        how = {"dtype": dtype, "device": torch.device("cpu")}  # wherever it runs, it is that device
+        return call(self.graph, aten.full.default, (list(size), fill), how, like=node)
+
+    def _instance_norm(self, node: fx.Node) -> None:
+        x, weight, bias, mean, var, _, momentum, *rest = fx.map_arg(
+            node.args, lambda a: self._read(a) if a in self.aliases else a
+        )
+        made = call(self.graph, node.target, (x, weight, bias, None, None, True, momentum, *rest), like=node)
+        self.aliases[node] = Alias(made, None, None)
+        x = call(self.graph, aten.detach.default, (x,), like=node)
+        if x.meta["val"].dtype != mean.meta["val"].dtype:
+            x = call(self.graph, aten.to.dtype, (x, mean.meta["val"].dtype), like=node)
+        places = list(range(2, x.meta["val"].ndim))
+        for target, held, new in (
+            (node.args[3], mean, call(self.graph, aten.mean.dim, (x, places), like=node)),
+            (node.args[4], var, call(self.graph, aten.var.dim, (x, places), like=node)),
+        ):
+            new = call(self.graph, aten.mean.dim, (new, [0]), like=node)
+            new = call(self.graph, aten.mul.Tensor, (new, momentum), like=node)
+            old = call(self.graph, aten.mul.Tensor, (held, 1 - momentum), like=node)  # type: ignore[operator]
+            self._write(node, target, call(self.graph, aten.add.Tensor, (old, new), like=node))  # type: ignore[arg-type]
 
     def _cumulative(self, node: fx.Node, held: fx.Node, batch: fx.Node) -> fx.Node:
         """old + (batch - old) / num_batches_tracked, which the module has already counted up."""
@@ -244,6 +286,19 @@ def _overload(node: fx.Node, name: str) -> Any:
     if found is None or found._schema.is_mutable or [a.name for a in found._schema.arguments] != wanted:
         raise _refusal(node, "writes in place and has no form that does not", "Use an op that returns a new tensor")
     return found
+
+
+def _without_out(node: fx.Node) -> Any:
+    """The overload of an op that takes what the one with ``out=`` takes and returns a new tensor."""
+    target = node.target
+    assert isinstance(target, torch._ops.OpOverload)
+    packet = getattr(getattr(torch.ops, target.namespace), target._schema.name.split("::")[1])
+    wanted = [(a.name, str(a.type)) for a in target._schema.arguments if a.name != "out"]
+    for name in packet.overloads():
+        found = getattr(packet, name)
+        if not found._schema.is_mutable and [(a.name, str(a.type)) for a in found._schema.arguments] == wanted:
+            return found
+    raise _refusal(node, "has no form without out=", "Use an op that returns a new tensor")
 
 
 def _copy(graph: fx.Graph, like: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:

@@ -53,10 +53,7 @@ def words(plan: dict[str, Any]) -> str:
 # What a case allows to be refused: (case, keys that the plan has) -> what the one line says.
 REFUSED = {
     ("G16", frozenset({"microbatches"})): "bn1: autopar.batch_norm.* needs the whole batch at once.* microbatches=1",
-    (
-        "G21",
-        frozenset(),
-    ): r"Model \(.*G21_.*.py:21\).* depends on the values of tensors.*torch.where",
+    ("G21", frozenset()): r"Model \(.*G21_.*.py:21\).* depends on the values of tensors.*torch.where",
     ("G27", frozenset({"dp"})): "does not divide the batch of 7 rows. Legal on [23] ranks: dp=1 .* multiple of",
     ("G29", frozenset({"microbatches"})): "index.* needs the whole batch at once.* microbatches=1",
 }

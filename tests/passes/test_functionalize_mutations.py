@@ -81,7 +81,14 @@ def normalises(net: Net, y: Tensor) -> Any:
     return (net.stateless(net.norm(y).relu_() + net.norm(y * 2)).square().sum(),)
 
 
-@pytest.mark.parametrize("body", [through_views, flat_views, transposed, promotes, counts, normalises])
+def gives_out(net: Net, y: Tensor) -> Any:
+    half = torch.div(net.average, 2.0, out=net.average)
+    row = y.detach()[:3] * 0
+    torch.sum(y.detach(), 0, out=row[1])
+    return (y.sum() + half.sum() + net.average.sum() + row.sin().sum(),)
+
+
+@pytest.mark.parametrize("body", [through_views, flat_views, transposed, promotes, counts, normalises, gives_out])
 def test_equals_in_place(tools: Any, body: Callable[[Net, Tensor], Any]) -> None:
     net, x = Net(body), torch.randn(8, 4)
     gm = tools.export(net, (x,))
@@ -136,7 +143,8 @@ def test_golden(tools: Any) -> None:
     [
         (lambda net, y: (y * 1).expand(2, 8, 6)[0].add_(1).sum(), "writes through a view"),
         (lambda net, y: y.detach().mul_(2).sum() + y.sum(), "writes through detach"),
-        (lambda net, y: torch.add(y, 1, out=torch.empty(8, 6)).sum(), "writes into its arguments"),
+        (lambda net, y: torch.add(y.detach(), 1, out=torch.empty(0)).sum(), "gives out= another shape"),
+        (lambda net, y: torch.max(y.detach(), 0, out=(torch.empty(6), torch.ones(6).long()))[0].sum(), "its arguments"),
         (lambda net, y: y.fill_diagonal_(0.0).sum(), "has no form that does not"),
     ],
 )

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 DISPLAY_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "idle")  # torchtitan's; of an axis without work
 ROUNDING = 1e-6  # what a bound may be above the objective that it meets
 WIRES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
-WORD = re.compile(r"[RIP]|S(\d+)(\(\d+(\+\d+)*\))?(@\d+)?")  # passes.layout.Layout, without importing torch
-CHOICE = re.compile(r"(I|R)|(factor|linear|special):([^()\s]+)(?:\((\d+(?:\+\d+)*)\))?")
-CHOICES = "I, R, factor:<name>, factor:<name>(4+2+2), linear:<index>, special:<name>"
+WORD = re.compile(r"[RIP]|S(\d+)(\(\d+(\+\d+)*\))?(/[1-9]\d*)?(@\d+)?")  # passes.layout.Layout, without importing torch
+CHOICE = re.compile(r"(I|R)|(factor|linear|special):([^()/\s]+)(?:\((\d+(?:\+\d+)*)\))?(?:/([1-9]\d*))?")
+CHOICES = "I, R, factor:<name>, factor:<name>(4+2+2), factor:<name>/3, linear:<index>, special:<name>"
 
 
 def check(plan: Plan, where: str) -> None:

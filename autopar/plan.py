@@ -170,7 +170,8 @@ class Padding:
 
 @dataclass(frozen=True)
 class Rng:
-    """How random ops draw; ``none``: the program has none."""
+    """How random ops draw; ``none``: the program has none, ``counter``: by seed, step and place, as every plan does.
+    ``seed``: None, where that is given when the plan runs."""
 
     kind: Literal["none", "counter"] = "none"
     seed: int | None = None
@@ -369,11 +370,11 @@ def from_json(data: object, *, where: str = "plan") -> Plan:
 
 
 def choice_to_text(choice: Choice) -> str:
-    """``I``, ``R``, ``factor:o``, ``factor:o(8+4+4)``, ``linear:0``, ``special:vocabulary``."""
+    """``I``, ``R``, ``factor:o``, ``factor:o(8+4+4)``, ``factor:o/5``, ``linear:0``, ``special:vocabulary``."""
     if choice.kind in ("I", "R"):
         return choice.kind
     parts = f"({'+'.join(map(str, choice.parts))})" if choice.parts else ""
-    return f"{choice.kind}:{choice.name}{parts}"
+    return f"{choice.kind}:{choice.name}{parts}{f'/{choice.items}' if choice.items else ''}"
 
 
 def choice_from_text(text: str) -> Choice:
@@ -384,7 +385,7 @@ def choice_from_text(text: str) -> Choice:
     if match is None:
         raise AutoparError(f"choice {text!r}: is not legal. Legal: {CHOICES}.")
     parts = tuple(map(int, match[4].split("+"))) if match[4] else ()
-    return Choice(match[1] or match[2], match[3] or "", parts)
+    return Choice(match[1] or match[2], match[3] or "", parts, int(match[5] or 0))
 
 
 def rows_cut(axes: Sequence[PlanAxis], inputs: Mapping[str, str]) -> list[tuple[int, ...]]:

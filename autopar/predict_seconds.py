@@ -21,7 +21,7 @@ from autopar.passes.facts import Strategy, Value, fact, operand_nodes, value
 from autopar.passes.insert_changes import change
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, ParameterUse
-from autopar.passes.moves import share, terms
+from autopar.passes.moves import held, terms
 from autopar.passes.price import Prices, local_bytes, prices
 from autopar.passes.saves import Call, call_of
 from autopar.passes.strategy import strategy
@@ -148,7 +148,7 @@ def _on_entry(use: ParameterUse, local: Local, mesh: Mesh, again: int) -> tuple[
     """Seconds of one parameter: the latencies of its way, and what its bytes take; the way back ``again`` times."""
     v, latency, moving = Value(use.shape, use.dtype, use.trainable), 0.0, 0.0
     for step in path(use.rest, use.entry, v, local.mesh) or ():
-        nbytes = v.nbytes * share(step.source, step.axis, mesh)
+        nbytes = held(step, v, mesh)
         fixed, per_byte = terms(step.row, step.axis, False, mesh)
         fixed_both, per_byte_both = terms(step.row, step.axis, v.grad, mesh)
         latency += fixed + again * (fixed_both - fixed)

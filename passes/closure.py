@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -20,8 +20,8 @@ import torch
 from numpy.typing import NDArray
 
 from autopar.passes.facts import Value
-from autopar.passes.layout import WHOLE, Axis, Layout, Mesh, Split
-from autopar.passes.moves import Step, moves, settle, share, terms
+from autopar.passes.layout import WHOLE, Axis, Layout, Mesh, Split, cuts_evenly
+from autopar.passes.moves import Step, moves, padding, settle, share, terms
 
 MOST_LAYOUTS = 250  # beyond that fewer dims serve as stepping stones
 
@@ -88,7 +88,8 @@ def closure(a: Profile, b: Profile, v: Value, mesh: Mesh) -> Closure | None:
     if not states:
         return None
     structure = _structure_of(states, a.cuts | b.cuts, a.uneven | b.uneven, a.summed or b.summed, v, mesh)
-    return _priced(structure, v.nbytes, v.grad, mesh)
+    lengths = v.shape if a.uneven or b.uneven else ()
+    return _priced(structure, v.nbytes, v.grad, lengths, mesh)
 
 
 @lru_cache(maxsize=1 << 17)
@@ -99,8 +100,8 @@ def profile(layout: Layout, v: Value, mesh: Mesh) -> Profile:
     cuts = {(d, p) for d, s in used if s.parts or d not in base for p in (s.parts, ())}
     uneven = set[tuple[int, Split]]()
     for d, split in used:
-        if not _even(split, v.shape[d], mesh):
-            uneven |= {(d, Split(split.axes[: n + 1], split.parts)) for n in range(len(split.axes))}
+        if split.items or not cuts_evenly(v.shape[d], split, mesh):
+            uneven |= {(d, replace(split, axes=split.axes[: n + 1])) for n in range(len(split.axes))}
     return Profile(_time_state(layout, mesh), frozenset(cuts), frozenset(uneven), "P" in layout.kinds and not _real(v))
 
 
@@ -109,8 +110,8 @@ def base_dims(shape: tuple[int, ...], mesh: Mesh) -> frozenset[int]:
     """The dims of every tensor of this shape that may be cut on the way: those that an axis divides evenly, of many
     those first that all axes divide."""
     axes = range(len(mesh.axes))
-    divided = [d for d, n in enumerate(shape) if any(_even(Split((a,)), n, mesh) for a in axes)]
-    divided.sort(key=lambda d: not _even(Split(tuple(axes)), shape[d], mesh))
+    divided = [d for d, n in enumerate(shape) if any(cuts_evenly(n, Split((a,)), mesh) for a in axes)]
+    divided.sort(key=lambda d: not cuts_evenly(shape[d], Split(tuple(axes)), mesh))
     n = len(mesh.space)
     while len(divided) > 1 and _count(n, len(divided)) > MOST_LAYOUTS:
         divided.pop()
@@ -128,10 +129,6 @@ def _count(axes: int, dims: int) -> int:
 
 def _real(v: Value) -> bool:
     return v.dtype.is_floating_point or v.dtype.is_complex
-
-
-def _even(split: Split, length: int, mesh: Mesh) -> bool:
-    return Layout("", (split,)).is_even((length,), mesh)
 
 
 def _time_state(layout: Layout, mesh: Mesh) -> TimeState:
@@ -188,9 +185,9 @@ def _splits(length: int, parts: tuple[tuple[int, ...], ...], uneven: frozenset[S
         for p in parts
         for n in range(1, len(axes) + 1)
         for order in itertools.permutations(axes, n)
-        if _even(Split(order, p), length, mesh)
+        if cuts_evenly(length, Split(order, p), mesh)
     ]
-    return (WHOLE, *found, *sorted(uneven - set(found), key=lambda s: (s.axes, s.parts)))
+    return (WHOLE, *found, *sorted(uneven - set(found), key=lambda s: (s.axes, s.parts, s.items)))
 
 
 @lru_cache(maxsize=1 << 10)
@@ -200,7 +197,7 @@ def _structure(
     mesh = Mesh(tuple(Axis(str(a), n, (1,) * n if time else ()) for a, (n, time) in enumerate(shape)))
     layouts = tuple(x for state in states for x in _layouts(splits, kinds, state, mesh))
     index = {x: i for i, x in enumerate(layouts)}
-    wanted = list(dict.fromkeys((d, s.parts) for d, menu in enumerate(splits) for s in menu if s.axes))
+    wanted = list(dict.fromkeys((d, replace(s, axes=())) for d, menu in enumerate(splits) for s in menu if s.axes))
     v = Value((), torch.float32, grad)
     joined: dict[tuple[int, int], tuple[str, int, float]] = {}
     for i, here in enumerate(layouts):
@@ -252,9 +249,13 @@ def _terms(structure: Structure, grad: bool, mesh: Mesh) -> tuple[NDArray[np.flo
 
 
 @lru_cache(maxsize=1 << 12)
-def _priced(structure: Structure, nbytes: int, grad: bool, mesh: Mesh) -> Closure:
+def _priced(structure: Structure, nbytes: int, grad: bool, uneven: tuple[int, ...], mesh: Mesh) -> Closure:
+    """``uneven``: the tensor's shape where some layouts are uneven, so that what is padded is sent too."""
     n = len(structure.layouts)
     fixed, per_byte = _terms(structure, grad, mesh)
+    if uneven:
+        ends = zip(structure.source, structure.target, strict=True)
+        per_byte = per_byte * [padding(structure.layouts[i], structure.layouts[j], uneven, mesh) for i, j in ends]
     seconds = np.full((n, n), np.inf)
     np.fill_diagonal(seconds, 0.0)
     seconds[structure.source, structure.target] = fixed + per_byte * nbytes

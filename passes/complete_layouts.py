@@ -20,7 +20,7 @@ from autopar.passes.divide_work import Keep, Undivided, divide_work
 from autopar.passes.facts import KEY, Choice, Strategy, Value, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import Axis, Layout, Mesh, Split
 from autopar.passes.moves import STEP
-from autopar.passes.strategy import rule
+from autopar.passes.strategy import Proposal, rule
 
 
 def follow(state: Completion, axis: int) -> None:
@@ -34,7 +34,7 @@ def follow(state: Completion, axis: int) -> None:
         state.take(node, axis, choice, plan)
 
 
-def arriving(node: fx.Node, have: Sequence[Layout], axis: int) -> list[tuple[str, tuple[int, ...]]]:
+def arriving(node: fx.Node, have: Sequence[Layout], axis: int) -> list[Proposal]:
     """Proposals of parts: operands that arrive cut in parts by ``axis`` may be read so."""
     found = rule(node)
     return [p for i, x in enumerate(have) for p in (produced_parts(found, i, x, axis) if found else ())]
@@ -222,7 +222,7 @@ def rest_as_entry(rest: Layout, use: Layout, mesh: Mesh) -> Layout:
     for dim, split in enumerate(rest.dims):
         for axis in split.axes:
             if use.kinds[axis] != "S":
-                entry = entry.with_shard(axis, dim, entry.dims[dim].parts if entry.dims[dim].axes else ())
+                entry = entry.with_shard(axis, dim, entry.dims[dim].parts, entry.dims[dim].items)
     return entry
 
 

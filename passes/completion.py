@@ -11,7 +11,7 @@ from autopar.passes.facts import Choice, Strategy, fact, is_tensor, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.rules.core import Rule
-from autopar.passes.strategy import choices, strategy
+from autopar.passes.strategy import Proposal, choices, strategy
 
 
 @dataclass
@@ -56,12 +56,10 @@ class Completion:
         self.chosen[node][axis] = choice
         self.plans[node] = plan
 
-    def candidates(
-        self, node: fx.Node, axis: int, parts: Iterable[tuple[str, tuple[int, ...]]] = ()
-    ) -> list[tuple[Choice, Strategy]]:
+    def candidates(self, node: fx.Node, axis: int, proposals: Iterable[Proposal] = ()) -> list[tuple[Choice, Strategy]]:
         """Choices of ``node`` on ``axis`` that are legal with what it does on the other axes."""
         found = []
-        for choice in choices(node, self.mesh, axis, parts):
+        for choice in choices(node, self.mesh, axis, proposals):
             chosen = [*self.chosen[node][:axis], choice, *self.chosen[node][axis + 1 :]]
             plan = strategy(node, self.mesh, chosen, self.order)
             if plan is not None:
@@ -82,9 +80,12 @@ def result_slots(node: fx.Node) -> list[fx.Node | None]:
     return [picked.get(i) for i in range(len(fact(node).values))]
 
 
-def produced_parts(found: Rule, slot: int, layout: Layout, axis: int) -> list[tuple[str, tuple[int, ...]]]:
-    """The parts in which an operand arrives cut by ``axis``, as a proposal for the factor that it is cut along."""
+def produced_parts(found: Rule, slot: int, layout: Layout, axis: int) -> list[Proposal]:
+    """The parts, and items, in which an operand arrives cut by ``axis``, as a proposal for the factor that it is cut
+    along."""
     dim = layout.dim_of(axis)
-    if dim is None or not layout.dims[dim].parts or len(found.operands[slot][dim].factors) != 1:
+    if dim is None or len(found.operands[slot][dim].factors) != 1:
         return []
-    return [(found.operands[slot][dim].factors[0], layout.dims[dim].parts)]
+    split, named = layout.dims[dim], found.operands[slot][dim]
+    parts = () if split.parts == named.parts else split.parts  # a rule's own parts are cut anyway
+    return [(named.factors[0], parts, split.items)] if parts or split.items else []

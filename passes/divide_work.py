@@ -19,7 +19,7 @@ from autopar.passes.changes import cost, settle
 from autopar.passes.completion import Completion, is_op, produced_parts, result_slots
 from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
 from autopar.passes.layout import BYTE, Layout
-from autopar.passes.strategy import MOST_PARTS, rule
+from autopar.passes.strategy import MOST_PARTS, Proposal, rule
 
 BEAM = 96  # partial assignments kept
 FLOP = 100.0  # an undivided FLOP costs as much as moving this many bytes: a pinned axis is an obligation
@@ -133,7 +133,7 @@ class _Search:
         if dim is None:
             return base.with_kind(self.axis, want.kinds[self.axis])
         try:
-            return base.with_kind(self.axis, "R").with_shard(self.axis, dim, want.dims[dim].parts)
+            return base.with_kind(self.axis, "R").with_shard(self.axis, dim, want.dims[dim].parts, want.dims[dim].items)
         except ValueError:
             return base
 
@@ -296,9 +296,18 @@ def flops(node: fx.Node) -> float:
 def has_flops(target: Any) -> bool:
     """Whether torch's flop counter may count the op."""
     name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
-    return name in {"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "addbmm", "bilinear", "experts_mm"} or (
-        "conv" in name or "attention" in name
-    )
+    return name in {
+        "linear",
+        "mm",
+        "bmm",
+        "matmul",
+        "addmm",
+        "baddbmm",
+        "einsum",
+        "addbmm",
+        "bilinear",
+        "experts_mm",
+    } or ("conv" in name or "attention" in name)
 
 
 def _cuts_batch(node: fx.Node, plan: Strategy, axis: int, batched: Mapping[fx.Node, int]) -> bool:
@@ -313,36 +322,51 @@ def _cuts_batch(node: fx.Node, plan: Strategy, axis: int, batched: Mapping[fx.No
     )
 
 
-def propose_parts(gm: fx.GraphModule) -> dict[fx.Node, list[tuple[str, tuple[int, ...]]]]:
-    """Parts in which consumers further down will want a dim cut, carried back to the op that makes the dim."""
-    wanted: dict[tuple[fx.Node, int], dict[tuple[int, ...], None]] = {}
-    proposals: dict[fx.Node, list[tuple[str, tuple[int, ...]]]] = {}
+def propose_parts(gm: fx.GraphModule) -> dict[fx.Node, list[Proposal]]:
+    """Parts, and items, in which consumers further down will want a dim cut, carried back to the op that makes it."""
+    wanted: dict[tuple[fx.Node, int], dict[tuple[tuple[int, ...], int], None]] = {}
+    proposals: dict[fx.Node, list[Proposal]] = {}
     for node in reversed(list(gm.graph.nodes)):
         if not is_op(node):
             continue
         found = rule(node)
         if found is None:
             continue
-        mine: dict[tuple[str, tuple[int, ...]], None] = {}
+        mine: dict[Proposal, None] = {}
         for result, named in zip(result_slots(node), found.results, strict=True):
             for d, dim in enumerate(named or ()):
-                if result is not None and len(dim.factors) == 1 and not dim.parts:
-                    mine.update(dict.fromkeys((dim.factors[0], p) for p in wanted.get((result, d), {})))
-        proposals[node] = list(mine)[:4]
+                if result is not None and len(dim.factors) == 1:
+                    asked = wanted.get((result, d), {})
+                    mine.update(
+                        dict.fromkeys((dim.factors[0], () if p == dim.parts else p, items) for p, items in asked)
+                    )
+        proposals[node] = _few(mine)
         for operand, dims in zip(operand_nodes(node), found.operands, strict=True):
             for d, dim in enumerate(dims):
                 into = wanted.setdefault((operand, d), {})
                 if dim.parts:
-                    into[dim.parts] = None
-                elif len(dim.factors) == 1:
-                    into.update(dict.fromkeys(p for f, p in mine if f == dim.factors[0]))
+                    into[dim.parts, 0] = None
+                if len(dim.factors) == 1:
+                    own = ((p or dim.parts, items) for f, p, items in mine if f == dim.factors[0])
+                    into.update(dict.fromkeys(way for way in own if not dim.parts or way[0] == dim.parts))
                 else:
                     outer = 1
                     for f in dim.factors:
-                        if 1 < outer <= MOST_PARTS and f not in found.whole:
-                            into[(value(operand).shape[d] // outer,) * outer] = None
-                        outer *= found.sizes[f]
+                        size, length = found.sizes[f], value(operand).shape[d]
+                        if f not in found.whole and outer <= MOST_PARTS:
+                            parts = (length // outer,) * outer if outer > 1 else ()
+                            if parts:
+                                into[parts, 0] = None
+                            if outer * size < length:
+                                into[parts, size] = None
+                        outer *= size
     return proposals
+
+
+def _few(proposals: Iterable[Proposal]) -> list[Proposal]:
+    """The first few, those in items counted apart."""
+    listed = list(proposals)
+    return [p for p in listed if not p[2]][:4] + [p for p in listed if p[2]][:4]
 
 
 def _left_whole(state: Completion, axis: int, menu: Mapping[fx.Node, list[tuple[Choice, Strategy]]]) -> list[Undivided]:

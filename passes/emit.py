@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_map
 import autopar.runtime.collectives
 import autopar.runtime.ops  # noqa: F401  registers the library ops
 from autopar.passes.changes import Step
-from autopar.passes.facts import Value, call, operand_nodes
-from autopar.passes.layout import Layout, Mesh, Split, _runs
+from autopar.passes.facts import Value, call, fact, operand_nodes, value
+from autopar.passes.layout import Layout, Mesh, parts_before
 
 ops = torch.ops.autopar
 
@@ -67,6 +67,14 @@ class Emitter:
         """This rank's coordinate on ``axis``."""
         return self.coordinates[axis]
 
+    def start(self, slot: int, dim: int) -> int:
+        """Where this rank's piece of a dim of a tensor operand of the node being lowered begins; it is one run."""
+        assert self.at is not None
+        strategy, v = fact(self.at).strategy, value(operand_nodes(self.at)[slot])
+        assert strategy is not None
+        ((start, _),) = strategy.operands[slot].runs(v.shape, self.mesh, self.coordinates)[dim]
+        return start
+
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Local shape of a local node."""
         return tuple(node.meta["val"].shape)
@@ -92,22 +100,25 @@ class Emitter:
         if step.row in ("I>P", "R>P"):
             return self.call(ops.keep.default, x, c, "none" if step.row == "I>P" else "keep")
         if step.row == "S>S":
-            args = (*self._cut(source, v, axis), *self._cut(target, v, axis))
+            (dim, parts, *items), (to_dim, to_parts, *to_items) = self._cut(source, v, axis), self._cut(target, v, axis)
+            both = (*(items or [0]), *(to_items or [0])) if items or to_items else ()
+            args = (dim, parts, to_dim, to_parts, *both)
             raw = self.call(ops.start_all_to_all.default, x, group, n, c, *args)
             return self.call(ops.wait_all_to_all.default, raw, n, c, *args)
         if step.row in ("S>R", "S>I"):
-            dim, parts = self._cut(source, v, axis)
+            dim, parts, *items = self._cut(source, v, axis)
             dual = "reduce_scatter" if step.row == "S>R" else "slice"
-            raw = self.call(ops.start_all_gather.default, x, group, n, c, dim, parts, dual)
-            return self.call(ops.wait_all_gather.default, raw, n, c, dim, parts)
+            raw = self.call(ops.start_all_gather.default, x, group, n, c, dim, parts, dual, *items)
+            return self.call(ops.wait_all_gather.default, raw, n, c, dim, parts, *items)
         if step.row == "S>P":
             return self.call(ops.pad.default, x, group, n, c, *self._cut(source, v, axis))
-        dim, parts = self._cut(target, v, axis)
+        dim, parts, *items = self._cut(target, v, axis)
         if step.row == "P>S":
-            raw = self.call(ops.start_reduce_scatter.default, x, group, n, c, dim, parts)
-            return self.call(ops.wait_reduce_scatter.default, raw, n, c, dim, parts)
+            raw = self.call(ops.start_reduce_scatter.default, x, group, n, c, dim, parts, *items)
+            return self.call(ops.wait_reduce_scatter.default, raw, n, c, dim, parts, *items)
         assert step.row in ("I>S", "R>S"), step.row
-        return self.call(ops.shard.default, x, group, n, c, dim, parts, "all_gather" if step.row == "I>S" else "pad")
+        dual = "all_gather" if step.row == "I>S" else "pad"
+        return self.call(ops.shard.default, x, group, n, c, dim, parts, dual, *items)
 
     def _over_time(self, x: fx.Node, step: Step) -> fx.Node:
         assert self.microbatch is not None
@@ -118,10 +129,10 @@ class Emitter:
         op = ops.time_shard.default if step.row == "R>S" else ops.time_pad.default
         return self.call(op, x, self.microbatch, rows, dim)
 
-    def _cut(self, layout: Layout, v: Value, axis: int) -> tuple[int, list[int]]:
-        """The dim that ``axis`` cuts and the lengths of its parts as held before the cut."""
+    def _cut(self, layout: Layout, v: Value, axis: int) -> tuple[Any, ...]:
+        """The dim that ``axis`` cuts and the lengths of its parts as held before the cut; where these are cut between
+        items the number of these."""
         dim = layout.dim_of(axis)
         assert dim is not None
-        split = layout.dims[dim]
-        outer = Split(split.axes[: split.axes.index(axis)], split.parts)
-        return dim, [n for _, n in _runs(v.shape[dim], outer, self.mesh, self.coordinates)]
+        parts, items = parts_before(axis, v.shape[dim], layout.dims[dim], self.mesh, self.coordinates)
+        return (dim, list(parts), items) if items else (dim, list(parts))

@@ -37,12 +37,14 @@ class Choice:
     """What one node does on one mesh axis (``docs/design.md`` section 4).
 
     kind: ``I`` all invariant, ``R`` all replicated, ``factor`` (``name``: the factor that is split, ``parts``: cut in
-    these parts), ``linear`` (``name``: index of the linear group that is partial), ``special`` (``name`` of it).
+    these parts, ``items``: unevenly, between so many items), ``linear`` (``name``: index of the linear group that is
+    partial), ``special`` (``name`` of it).
     """
 
     kind: str
     name: str = ""
     parts: tuple[int, ...] = ()
+    items: int = 0
 
 
 @dataclass(frozen=True)

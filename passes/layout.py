@@ -5,7 +5,9 @@ On every axis of a mesh a tensor is sharded ``S``, replicated ``R``, invariant `
 set of addends (each rank used the value differently), that of ``I`` is whole on every rank.
 
 A dim may be cut by several axes, outermost first, and its cut may restart in every one of its ``parts``: the weight
-of a fused query/key/value projection is ``S(0, parts=(q, k, v))``. Nothing here needs torch.
+of a fused query/key/value projection is ``S(0, parts=(q, k, v))``. A dim that an axis does not divide is cut as
+``torch.chunk`` does, unevenly; where elements belong together (those of an attention head) between whole ``items``.
+Nothing here needs torch.
 
 >>> mesh = Mesh((Axis("dp", 2), Axis("tp", 2)))
 >>> layout = Layout.parse("S0 R", ndim=2)
@@ -14,6 +16,9 @@ of a fused query/key/value projection is ``S(0, parts=(q, k, v))``. Nothing here
 >>> fused = Layout.parse("R S0(4+2+2)", ndim=1)
 >>> fused.runs((8,), mesh, (0, 1))[0]
 ((2, 2), (5, 1), (7, 1))
+>>> heads = Layout.parse("R S0/5", ndim=1)  # five heads of eight elements
+>>> [heads.local_shape((40,), mesh, (0, tp)) for tp in (0, 1)]
+[(24,), (16,)]
 """
 
 from __future__ import annotations
@@ -89,15 +94,25 @@ class Axis:
             return all(length * r % total == 0 and length * r > 0 for r in self.rows)
         return length % self.size == 0 and length > 0
 
-    def cut(self, start: int, length: int, coordinate: int) -> tuple[int, int]:
-        """The (start, length) that ``coordinate`` keeps of a run; uneven runs are cut as ``torch.chunk`` does."""
+    def cut(self, start: int, length: int, coordinate: int, items: int = 0) -> tuple[int, int]:
+        """The (start, length) that ``coordinate`` keeps of a run of so many items (0: every element is one); uneven
+        runs are cut as ``torch.chunk`` does."""
         if self.is_time:
             total = sum(self.rows)
             lo = length * sum(self.rows[:coordinate]) // total
             return start + lo, length * self.rows[coordinate] // total
-        step = -(-length // self.size)
+        items = items or length
+        step = -(-items // self.size) * (length // items if items else 0)
         lo = min(coordinate * step, length)
         return start + lo, min(step, length - lo)
+
+    def fills(self, items: int) -> bool:
+        """Whether every rank gets one of so many items, evenly or not; over time nothing is uneven.
+
+        >>> [n for n in range(2, 9) if Axis("tp", n).fills(5)]
+        [2, 3, 5]
+        """
+        return not self.is_time and -(-items // self.size) * (self.size - 1) < items
 
 
 @dataclass(frozen=True)
@@ -162,10 +177,14 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Split:
-    """How one tensor dim is cut: the axes, outermost first, and the parts that are cut one by one (none: one part)."""
+    """How one tensor dim is cut: the axes, outermost first, and the parts that are cut one by one (none: one part).
+
+    ``items``: in how many equal pieces, none of which is cut, every part comes; 0, every element, also where that makes
+    no difference."""
 
     axes: tuple[int, ...] = ()
     parts: tuple[int, ...] = ()
+    items: int = 0
 
 
 WHOLE = Split()
@@ -203,18 +222,18 @@ class Layout:
     def with_kind(self, axis: int, kind: str) -> Layout:
         """Replace what ``axis`` holds by ``R``, ``I`` or ``P``; a shard on it is taken off its dim."""
         dims = tuple(
-            _tidy(Split(tuple(a for a in s.axes if a != axis), s.parts)) if axis in s.axes else s for s in self.dims
+            _tidy(replace(s, axes=tuple(a for a in s.axes if a != axis))) if axis in s.axes else s for s in self.dims
         )
         return Layout(self.kinds[:axis] + kind + self.kinds[axis + 1 :], dims)
 
-    def with_shard(self, axis: int, dim: int, parts: tuple[int, ...] = ()) -> Layout:
-        """Cut ``dim`` by ``axis``, innermost. ``parts`` must agree with a cut that is already there."""
+    def with_shard(self, axis: int, dim: int, parts: tuple[int, ...] = (), items: int = 0) -> Layout:
+        """Cut ``dim`` by ``axis``, innermost. ``parts`` and ``items`` must agree with a cut that is already there."""
         base = self.with_kind(axis, "R")
         old = base.dims[dim]
-        if old.axes and old.parts != parts:
-            raise ValueError(f"dim {dim} is cut in parts {old.parts}, not {parts}")
+        if old.axes and (old.parts, old.items) != (parts, items):
+            raise ValueError(f"dim {dim} is cut in parts {old.parts} of {old.items} items, not {parts} of {items}")
         dims = list(base.dims)
-        dims[dim] = Split((*old.axes, axis), parts if len(parts) > 1 else ())
+        dims[dim] = Split((*old.axes, axis), parts if len(parts) > 1 else (), items)
         return Layout(base.kinds[:axis] + "S" + base.kinds[axis + 1 :], tuple(dims))
 
     def runs(
@@ -228,7 +247,7 @@ class Layout:
         return tuple(sum(n for _, n in runs) for runs in self.runs(shape, mesh, coordinates))
 
     def is_even(self, shape: tuple[int, ...], mesh: Mesh) -> bool:
-        """Whether all pieces are equal (proportional over time), as every layout inside a program must be."""
+        """Whether all pieces are equal (proportional over time)."""
         return _all_even(self, shape, mesh)
 
     def __str__(self) -> str:
@@ -242,33 +261,36 @@ class Layout:
         word = f"S{dim}"
         if split.parts:
             word += "(" + "+".join(map(str, split.parts)) + ")"
+        if split.items:
+            word += f"/{split.items}"
         if len(split.axes) > 1 and tuple(sorted(split.axes)) != split.axes:
             word += f"@{split.axes.index(axis)}"
         return word
 
     @staticmethod
     def parse(text: str, ndim: int) -> Layout:
-        """Read what ``str`` writes: a word an axis, ``S1(4+2)@1`` being dim 1, its parts, its place in the nest.
+        """Read what ``str`` writes: a word an axis, ``S1(4+2)/2@1`` being dim 1, its parts, the items of each, its
+        place in the nest.
 
         Raises ValueError with the offending word.
         """
-        kinds, cuts = "", dict[int, list[tuple[int, int, tuple[int, ...]]]]()
+        kinds, cuts = "", dict[int, list[tuple[int, int, Split]]]()
         for axis, word in enumerate(text.split()):
             if word in ("R", "I", "P"):
                 kinds += word
                 continue
-            match = re.fullmatch(r"S(\d+)(?:\((\d+(?:\+\d+)*)\))?(?:@(\d+))?", word)
+            match = re.fullmatch(r"S(\d+)(?:\((\d+(?:\+\d+)*)\))?(?:/([1-9]\d*))?(?:@(\d+))?", word)
             if not match or int(match[1]) >= ndim:
                 raise ValueError(f"{word!r} is not a layout of a tensor of {ndim} dims (legal: R, I, P, S<dim>)")
             parts = tuple(map(int, match[2].split("+"))) if match[2] else ()
-            place = int(match[3]) if match[3] else axis
-            cuts.setdefault(int(match[1]), []).append((place, axis, parts))
+            place = int(match[4]) if match[4] else axis
+            cuts.setdefault(int(match[1]), []).append((place, axis, Split((), parts, int(match[3] or 0))))
             kinds += "S"
         dims = [WHOLE] * ndim
         for dim, entries in cuts.items():
-            if len({parts for _, _, parts in entries}) > 1:
+            if len({split for _, _, split in entries}) > 1:
                 raise ValueError(f"{text!r} cuts dim {dim} in different parts on different axes")
-            dims[dim] = Split(tuple(a for _, a, _ in sorted(entries)), entries[0][2])
+            dims[dim] = replace(entries[0][2], axes=tuple(a for _, a in sorted((p, a) for p, a, _ in entries)))
         return Layout(kinds, tuple(dims))
 
 
@@ -280,25 +302,42 @@ def _tidy(split: Split) -> Split:
 def _runs(size: int, split: Split, mesh: Mesh, coordinates: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     runs, start = [], 0
     for part in split.parts or (size,):
+        if split.items and part % split.items:
+            raise ValueError(f"{part} elements are not {split.items} equal items")
         runs.append((start, part))
         start += part
     if start != size:
         raise ValueError(f"parts {split.parts} do not add up to {size}")
+    items = split.items
     for a in split.axes:
-        runs = [mesh.axes[a].cut(lo, n, coordinates[a]) for lo, n in runs]
+        runs = [mesh.axes[a].cut(lo, n, coordinates[a], items) for lo, n in runs]
+        items = items and mesh.axes[a].cut(0, items, coordinates[a])[1]
     return tuple(runs)
+
+
+def parts_before(
+    axis: int, length: int, split: Split, mesh: Mesh, coordinates: tuple[int, ...]
+) -> tuple[tuple[int, ...], int]:
+    """The lengths of the parts of a dim as a rank holds them before ``axis`` cuts it, and the items of each (0: every
+    element is one)."""
+    outer = split.axes[: split.axes.index(axis)]
+    items = split.items
+    for a in outer:
+        items = items and mesh.axes[a].cut(0, items, coordinates[a])[1]
+    return tuple(n for _, n in _runs(length, replace(split, axes=outer), mesh, coordinates)), items
 
 
 @lru_cache(maxsize=1 << 17)
 def _all_even(layout: Layout, shape: tuple[int, ...], mesh: Mesh) -> bool:
-    return all(_even(size, split, mesh) for size, split in zip(shape, layout.dims, strict=True))
+    return all(cuts_evenly(size, split, mesh) for size, split in zip(shape, layout.dims, strict=True))
 
 
 @lru_cache(maxsize=1 << 16)
-def _even(size: int, split: Split, mesh: Mesh) -> bool:
+def cuts_evenly(length: int, split: Split, mesh: Mesh) -> bool:
+    """Whether all pieces of a dim of this length are equal (proportional over time)."""
     if not split.axes:
         return True
-    for part in split.parts or (size,):
+    for part in (split.items,) if split.items else split.parts or (length,):
         space = math.prod(mesh.axes[a].size for a in split.axes if not mesh.axes[a].is_time)
         rows = next((mesh.axes[a].rows for a in split.axes if mesh.axes[a].is_time), (1,))
         for r in rows:
@@ -319,6 +358,8 @@ __all__ = [
     "Mesh",
     "Split",
     "Wire",
+    "cuts_evenly",
     "neutral",
+    "parts_before",
     "replace",
 ]

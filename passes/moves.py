@@ -5,12 +5,13 @@ They are the rows of the table in ``docs/design.md`` section 3, each with its du
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.passes.facts import Value
-from autopar.passes.layout import Layout, Mesh
+from autopar.passes.layout import Layout, Mesh, Split, cuts_evenly
 
 STEP = 1e-12  # s: of ways that take equally long the one of fewer steps is taken
 
@@ -53,8 +54,8 @@ class Step:
     target: Layout
 
 
-def moves(layout: Layout, wanted: Iterable[tuple[int, tuple[int, ...]]], mesh: Mesh) -> Iterator[Step]:
-    """All single-axis moves from ``layout``. ``wanted``: the (dim, parts) cuts that may be introduced."""
+def moves(layout: Layout, wanted: Iterable[tuple[int, Split]], mesh: Mesh) -> Iterator[Step]:
+    """All single-axis moves from ``layout``. ``wanted``: the dims that may be cut, each with how (its axes aside)."""
     for axis, kind in enumerate(layout.kinds):
         over_time = mesh.axes[axis].is_time
         dim = layout.dim_of(axis)
@@ -70,12 +71,12 @@ def moves(layout: Layout, wanted: Iterable[tuple[int, tuple[int, ...]]], mesh: M
         if over_time and row not in OVER_TIME:
             continue
         base = layout.with_kind(axis, "R")
-        for to, parts in wanted:
+        for to, how in wanted:
             there = base.dims[to]
-            if there.axes and there.parts != parts:
+            if there.axes and (there.parts, there.items) != (how.parts, how.items):
                 continue
-            new = base.with_shard(axis, to, parts)
-            if new != layout and (not parts or not over_time):
+            new = base.with_shard(axis, to, how.parts, how.items)
+            if new != layout and (not how.parts or not over_time):
                 yield Step(row, axis, layout, new)
 
 
@@ -90,16 +91,43 @@ def price(step: Step, v: Value, mesh: Mesh) -> float:
     3e-05
     """
     fixed, per_byte = terms(step.row, step.axis, v.grad, mesh)
-    return fixed + per_byte * v.nbytes * share(step.source, step.axis, mesh)
+    return fixed + per_byte * held(step, v, mesh)
+
+
+def held(step: Step, v: Value, mesh: Mesh) -> float:
+    """Bytes that a rank holds of ``v`` where the step's axis does not cut; uneven pieces are padded to the longest."""
+    return v.nbytes * share(step.source, step.axis, mesh) * padding(step.source, step.target, v.shape, mesh)
 
 
 def share(layout: Layout, axis: int, mesh: Mesh) -> float:
-    """Of all bytes those that a rank holds where ``axis`` does not cut."""
+    """Of all bytes those that a rank holds where ``axis`` does not cut, were all pieces even."""
     pieces = 1
     for a, kind in enumerate(layout.kinds):
         if kind == "S" and a != axis:
             pieces *= mesh.axes[a].size
     return 1 / pieces
+
+
+def padding(source: Layout, target: Layout, shape: tuple[int, ...], mesh: Mesh) -> float:
+    """How many times longer a tensor is with its uneven cuts padded.
+
+    >>> from autopar.passes.layout import Axis
+    >>> padding(Layout.parse("S0/5", 1), Layout.parse("I", 1), (40,), Mesh((Axis("tp", 2),)))
+    1.2
+    """
+    if source.is_even(shape, mesh) and target.is_even(shape, mesh):
+        return 1.0
+    dims = zip(shape, source.dims, target.dims, strict=True)
+    return math.prod(max(_padding(n, a, mesh), _padding(n, b, mesh)) for n, a, b in dims)
+
+
+@lru_cache(maxsize=1 << 14)
+def _padding(length: int, split: Split, mesh: Mesh) -> float:
+    """The longest piece, the first, times the number of pieces, of the whole."""
+    if not length or cuts_evenly(length, split, mesh):
+        return 1.0
+    (runs,) = Layout("", (split,)).runs((length,), mesh, (0,) * len(mesh.axes))
+    return sum(n for _, n in runs) * math.prod(mesh.axes[a].size for a in split.axes) / length
 
 
 @lru_cache(maxsize=1 << 12)

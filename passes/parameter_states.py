@@ -17,7 +17,7 @@ from autopar.passes.changes import path, price
 from autopar.passes.complete_layouts import needs_change, rest_as_entry, resting
 from autopar.passes.facts import Value
 from autopar.passes.layout import Layout, Mesh, Split
-from autopar.passes.moves import share, terms
+from autopar.passes.moves import held, terms
 
 STAGES = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch")}
 """ZeRO stage -> when a parameter in pieces is gathered, and when its gradient is reduced."""
@@ -122,7 +122,7 @@ def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh, together: To
     """As `_way`, with a part of the latencies."""
     steps = path(source, target, v, mesh)
     assert steps is not None, f"no way from {source} to {target}"
-    sizes = [v.nbytes * share(s.source, s.axis, mesh) for s in steps]
+    sizes = [held(s, v, mesh) for s in steps]
     part = together.part(math.prod(target.local_shape(v.shape, mesh, (0,) * len(mesh.axes))) * v.dtype.itemsize)
     seconds = []
     for grad in (False, v.grad):

@@ -31,7 +31,7 @@ from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, v
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.rules.core import LOCALIZE
 from autopar.passes.saves import Call, Saves, alias, call_of, observe, saves
-from autopar.passes.strategy import strategy
+from autopar.passes.strategy import share, strategy
 
 __all__ = ["Prices", "Saves", "alias", "local_bytes", "prices", "saves"]
 
@@ -82,6 +82,19 @@ def _shares(mesh: Mesh) -> tuple[float, ...]:
     return tuple(max(a.rows) / sum(a.rows) if a.is_time else 1 / a.size for a in mesh.axes)
 
 
+def _divided(node: fx.Node, strategies: Sequence[Strategy], mesh: Mesh) -> Array:
+    """The part of the whole op's work that the rank with most has under each strategy."""
+    known: dict[tuple[int, Choice], float] = {}
+    found = np.ones(len(strategies))
+    for k, s in enumerate(strategies):
+        for a, c in enumerate(s.choices):
+            if c.kind in ("factor", "special"):
+                if (a, c) not in known:
+                    known[a, c] = share(node, c, mesh.axes[a])
+                found[k] *= known[a, c]
+    return found
+
+
 def prices(node: fx.Node, strategies: Sequence[Strategy], mesh: Mesh) -> Prices:
     """Prices of an op of the annotated graph under each strategy (of ``mesh``)."""
     return _Op(node, strategies, mesh).prices()
@@ -96,10 +109,11 @@ class _Op:
         self.inputs = [value(o) for o in operand_nodes(node)]
         self.made = fact(node).values
         self.shares: dict[str, float] = {}
+        self.uneven = _may_be_uneven(strategies, (*self.inputs, *self.made), mesh)
         self.zero = np.zeros(len(strategies))
-        self.share_in = [self._share(s.operands[i] for s in strategies) for i in range(len(self.inputs))]
+        self.share_in = [self._share(v, (s.operands[i] for s in strategies)) for i, v in enumerate(self.inputs)]
         self.share_out = [
-            self._share(s.results[i] for s in strategies) if v is not None else self.zero
+            self._share(v, (s.results[i] for s in strategies)) if v is not None else self.zero
             for i, v in enumerate(self.made)
         ]
         self.read = [v.nbytes * s for v, s in zip(self.inputs, self.share_in, strict=True)]
@@ -120,10 +134,13 @@ class _Op:
             dtype=self._dtype(),
         )
 
-    def _share(self, layouts: Any) -> Array:
-        """The part of a whole tensor that a rank has in each layout; layouts in a strategy are even."""
+    def _share(self, v: Value, layouts: Any) -> Array:
+        """The part of a whole tensor that the rank with most has in each layout."""
         out = np.empty(len(self.strategies))
         for k, layout in enumerate(layouts):
+            if self.uneven and not layout.is_even(v.shape, self.mesh):
+                out[k] = local_bytes(v, layout, self.mesh) / v.nbytes
+                continue
             found = self.shares.get(layout.kinds)
             if found is None:
                 cut = (s for s, kind in zip(_shares(self.mesh), layout.kinds, strict=True) if kind == "S")
@@ -148,12 +165,7 @@ class _Op:
             return self._attention(whole)
         factors = PRODUCTS.get(name, (0, 1) if name != "einsum" else tuple(range(len(self.inputs))))
         times = sum(self.inputs[i].grad for i in factors if i < len(self.inputs))
-        shares = _shares(self.mesh)
-        divided = [
-            math.prod(x for x, c in zip(shares, s.choices, strict=True) if c.kind in ("factor", "special"))
-            for s in self.strategies
-        ]
-        forward = whole * np.array(divided, dtype=np.float64)
+        forward = whole * _divided(self.node, self.strategies, self.mesh)
         return forward, forward * times
 
     def _attention(self, whole: float) -> tuple[Array, Array]:
@@ -232,9 +244,17 @@ class _Op:
                 cuts = _cuts(self.node, self.mesh, base, axis, choice)
                 if cuts is None or len(cuts) != len(sizes):  # not to be seen: as the result
                     cuts = (any(v is not None and v.kinds[axis] == "S" for v in s.results),) * len(sizes)
-                share = _shares(self.mesh)[axis]
-                sizes = [n * share if cut else n for n, cut in zip(sizes, cuts, strict=True)]
+                own = share(self.node, choice, self.mesh.axes[axis])
+                sizes = [n * own if cut else n for n, cut in zip(sizes, cuts, strict=True)]
         return [(b, n.flows) for b, n in zip(sizes, start.new, strict=True)]
+
+
+def _may_be_uneven(strategies: Sequence[Strategy], values: Sequence[Value | None], mesh: Mesh) -> bool:
+    """Whether some layout of these strategies may cut unevenly."""
+    sizes = [a.size for a in mesh.axes if not a.is_time]
+    lengths = {n for v in values if v is not None for n in v.shape}
+    odd = any(n % size for n in lengths for size in sizes)
+    return odd or any(c.items for s in strategies for c in s.choices)
 
 
 _CUTS: dict[tuple[Call, tuple[Choice, ...], Choice], tuple[bool, ...] | None] = {}

@@ -1,25 +1,30 @@
 """From a rule to strategies: the choices an op has on one axis, and the layouts that a choice per axis implies.
 
-A strategy is legal when every operand and result is cut evenly, axes that share a dim agree on its parts, and nothing
-is invariant over time (``docs/design.md`` sections 4 and 5).
+A strategy is legal when axes that share a dim agree on its parts, nothing is invariant over time (``docs/design.md``
+sections 4 and 5), and every rank gets a piece of each factor that is cut. Where an axis does not divide a factor its
+items are shared out unevenly, by that axis alone: everywhere the factor stands a rank has as many of the same number of
+items, so that what is local stays in proportion.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from torch import fx
 
 from autopar.passes.calls import call_key
 from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
-from autopar.passes.layout import WHOLE, Layout, Mesh, Split
+from autopar.passes.layout import WHOLE, Axis, Layout, Mesh, Split, cuts_evenly
 from autopar.passes.rules.core import Dim, Dims, Rule, Special, rule_of
 
 INVARIANT = Choice("I")
 REPLICATED = Choice("R")
 MOST_FOUND = 1 << 18  # strategies remembered, of equal calls
+Proposal = tuple[str, tuple[int, ...], int]  # a factor to cut, in these parts, each in these many items (0: plainly)
 _FOUND: dict[tuple[int, Mesh, tuple[Choice, ...], tuple[int, ...]], Strategy | None] = {}
+_LENGTHS: dict[tuple[int, str], tuple[int, ...]] = {}
 MOST_PARTS = 64  # a cut that restarts more often than this is not offered: such copies cost more than they save
 
 
@@ -32,17 +37,17 @@ def rule(node: fx.Node) -> Rule | None:
     return found
 
 
-def choices(node: fx.Node, mesh: Mesh, axis: int, parts: Iterable[tuple[str, tuple[int, ...]]] = ()) -> list[Choice]:
-    """What ``node`` can do on ``axis`` with all other axes idle. ``parts``: proposals (factor, parts) to offer besides
-    the plain cut of a factor; they come first."""
+def choices(node: fx.Node, mesh: Mesh, axis: int, proposals: Iterable[Proposal] = ()) -> list[Choice]:
+    """What ``node`` can do on ``axis`` with all other axes idle. ``proposals``: to offer besides the plain cut of a
+    factor; they come first."""
     over_time = mesh.axes[axis].is_time
     offered = [] if over_time else [INVARIANT]
     offered.append(REPLICATED)
     found = rule(node)
     if found is not None:
-        proposals = list(parts)
+        proposed = list(proposals)
         for f in found.factors():
-            offered += [Choice("factor", f, p) for g, p in proposals if g == f and p]
+            offered += [Choice("factor", f, p, items) for g, p, items in proposed if g == f and (p or items)]
             offered.append(Choice("factor", f))
         offered += [Choice("linear", str(i)) for i in range(len(found.linear))]
         if not over_time:
@@ -75,12 +80,14 @@ def _strategy(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice], order: tuple[
     found = rule(node)
     if found is None and any(c.kind not in ("I", "R") for c in chosen):
         return None
-    specials = [c.name for c in chosen if c.kind == "special"]
-    if len(specials) != len(set(specials)):
+    if not _alone(found, chosen):
+        return None
+    items = _items(node, mesh, chosen)
+    if items is None:
         return None
     ins: list[Layout] = []
     for i, v in enumerate(operand_values):
-        layout = _layout(v, found.operands[i] if found else None, i, True, found, mesh, chosen, order)
+        layout = _layout(v, found.operands[i] if found else None, i, True, found, mesh, chosen, items, order)
         if layout is None:
             return None
         ins.append(layout)
@@ -90,7 +97,7 @@ def _strategy(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice], order: tuple[
             outs.append(None)
             continue
         named = found.results[i] if found else None
-        layout = _layout(r, named, i, False, found, mesh, chosen, order)
+        layout = _layout(r, named, i, False, found, mesh, chosen, items, order)
         if layout is None:
             return None
         outs.append(layout)
@@ -105,10 +112,11 @@ def _layout(
     found: Rule | None,
     mesh: Mesh,
     chosen: Sequence[Choice],
+    items: Mapping[str, int],
     order: tuple[int, ...],
 ) -> Layout | None:
     kinds = ["R"] * len(chosen)
-    cuts: list[list[tuple[int, tuple[int, ...]]]] = [[] for _ in v.shape]
+    cuts: list[list[tuple[int, Split]]] = [[] for _ in v.shape]
     for axis in order:
         choice = chosen[axis]
         if choice.kind in ("I", "R"):
@@ -126,7 +134,9 @@ def _layout(
                 continue
             if any(n % mesh.axes[axis].size for n in special.divides):
                 return None
-            cuts[word].append((axis, ()))
+            if v.shape[word] % mesh.axes[axis].size and not special.uneven:
+                return None
+            cuts[word].append((axis, WHOLE))
             kinds[axis] = "S"
             continue
         place = next((d for d, dim in enumerate(named) if choice.name in dim.factors), None)
@@ -136,20 +146,34 @@ def _layout(
             kinds[axis] = "P" if not operand or (outside and summed) else "R"
             continue
         parts = _parts(named[place], choice, v.shape[place], found)
-        if parts is None or not _divides(named[place], choice.name, v.shape[place], mesh, chosen, found):
+        if parts is None:
             return None
-        cuts[place].append((axis, parts))
+        whole = items[choice.name]  # nothing to say where every element is an item
+        lengths = parts or (v.shape[place],)
+        cuts[place].append((axis, Split((), parts, 0 if all(n == whole for n in lengths) else whole)))
         kinds[axis] = "S"
     dims = []
-    for cut in cuts:
-        if len({p for _, p in cut}) > 1 or any(chosen[a].kind == "special" for a, _ in cut[:-1]):
-            return None  # a special counts on being the innermost cut of its dim
-        parts = cut[0][1] if cut else ()
-        dims.append(Split(tuple(a for a, _ in cut), parts) if cut else WHOLE)
-    layout = Layout("".join(kinds), tuple(dims))
+    for n, cut in zip(v.shape, cuts, strict=True):
+        if len({how for _, how in cut}) > 1 or any(_innermost(found, chosen[a]) for a, _ in cut[:-1]):
+            return None
+        split = replace(cut[0][1], axes=tuple(a for a, _ in cut)) if cut else WHOLE
+        if split.axes and not _fills(n, split, mesh):
+            return None
+        dims.append(split)
     if "P" in kinds and not (v.dtype.is_floating_point or v.dtype.is_complex) and v.dtype.itemsize == 1:
         return None  # sums of booleans are no booleans
-    return layout if layout.is_even(v.shape, mesh) else None
+    return Layout("".join(kinds), tuple(dims))
+
+
+def _alone(found: Rule | None, chosen: Sequence[Choice]) -> bool:
+    """Whether the specials that are chosen can be lowered together."""
+    names = [c.name for c in chosen if c.kind == "special"]
+    return len(names) == len(set(names)) or all(s.several for s in found.specials if s.name in names)  # type: ignore[union-attr]
+
+
+def _innermost(found: Rule | None, choice: Choice) -> bool:
+    """Whether a choice counts on being the innermost cut of its dim."""
+    return choice.kind == "special" and not next(s.several for s in found.specials if s.name == choice.name)  # type: ignore[union-attr]
 
 
 def _parts(dim: Dim, choice: Choice, length: int, found: Rule) -> tuple[int, ...] | None:
@@ -170,14 +194,69 @@ def _parts(dim: Dim, choice: Choice, length: int, found: Rule) -> tuple[int, ...
     return (length // outer,) * outer
 
 
-def _divides(dim: Dim, factor: str, length: int, mesh: Mesh, chosen: Sequence[Choice], found: Rule) -> bool:
-    """A merged dim must be cut between whole items of the factor, not only evenly."""
-    if len(dim.factors) == 1:
-        return True  # evenness of the layout says it all
-    size = found.sizes[factor]
-    axes = tuple(a for a, c in enumerate(chosen) if c.kind == "factor" and c.name == factor)
-    parts = next(c.parts for c in chosen if c.kind == "factor" and c.name == factor)
-    return Layout("", (Split(axes, parts),)).is_even((size,), mesh)
+def _fills(length: int, split: Split, mesh: Mesh) -> bool:
+    """Whether a dim is cut evenly, or by one axis of which every rank gets something."""
+    return cuts_evenly(length, split, mesh) or (
+        len(split.axes) == 1 and all(mesh.axes[split.axes[0]].fills(split.items or n) for n in split.parts or (length,))
+    )
+
+
+def _items(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice]) -> dict[str, int] | None:
+    """For every factor that is cut the items of which each axis gets its share, 0 where they all divide it; None where
+    some rank would get nothing, or two axes would cut unevenly."""
+    found: dict[str, int] = {}
+    for name in dict.fromkeys(c.name for c in chosen if c.kind == "factor"):
+        axes = tuple(a for a, c in enumerate(chosen) if c.kind == "factor" and c.name == name)
+        ways = {(chosen[a].parts, chosen[a].items) for a in axes}
+        if len(ways) > 1:
+            return None
+        ((parts, wanted),) = ways
+        common = math.gcd(*(parts or _lengths(node, name)))
+        items = wanted or common
+        even = cuts_evenly(items, Split(axes), mesh)
+        if wanted and (even or wanted == common or common % wanted):
+            return None  # in items only where that makes a difference
+        if not even and (len(axes) > 1 or not mesh.axes[axes[0]].fills(items)):
+            return None
+        found[name] = 0 if even else items
+    return found
+
+
+def _lengths(node: fx.Node, name: str) -> tuple[int, ...]:
+    """How long a factor is in every dim, or part of a dim, that has it."""
+    key = (call_key(node), name)
+    if key not in _LENGTHS:
+        found = rule(node)
+        assert found is not None
+        shapes = [value(n).shape for n in operand_nodes(node)]
+        slots = [*zip(found.operands, shapes, strict=True)]
+        slots += [(d, v.shape) for d, v in zip(found.results, fact(node).values, strict=True) if d is not None and v]
+        lengths: dict[int, None] = {}
+        for dims, shape in slots:
+            for dim, n in zip(dims, shape, strict=True):
+                if name in dim.factors:
+                    lengths.update(
+                        dict.fromkeys(dim.parts or ((n,) if len(dim.factors) == 1 else (found.sizes[name],)))
+                    )
+        _LENGTHS[key] = tuple(lengths)
+    return _LENGTHS[key]
+
+
+def share(node: fx.Node, choice: Choice, axis: Axis) -> float:
+    """What the rank of ``axis`` with most, or the longest microbatch, has of an op's work; 1: all of it."""
+    if choice.kind not in ("factor", "special"):
+        return 1.0
+    if axis.is_time:
+        return max(axis.rows) / sum(axis.rows)
+    if choice.kind == "special":
+        words = special_of(node, choice.name).operands
+        lengths: tuple[int, ...] = tuple(
+            value(n).shape[w] for n, w in zip(operand_nodes(node), words, strict=True) if isinstance(w, int)
+        )
+    else:
+        lengths = choice.parts or _lengths(node, choice.name)
+    items = choice.items or math.gcd(*lengths)
+    return -(-items // axis.size) / items
 
 
 def special_of(node: fx.Node, name: str) -> Special:

@@ -112,11 +112,11 @@ def _link(name: str, args: Sequence[Any]) -> Link | None:
     if name == "invariant":
         return Invariant(*args)
     if name == "start_all_gather":
-        group, n, c, dim, parts, dual = args
-        return Gather(group, n, c, dim, tuple(parts), dual)
+        group, n, c, dim, parts, dual, *items = args
+        return Gather(group, n, c, dim, tuple(parts), dual, *items)
     if name == "start_all_to_all":
-        group, n, c, dim, parts, to_dim, to_parts = args
-        return Recut(group, n, c, dim, tuple(parts), tuple(to_parts)) if dim == to_dim else None
+        group, n, c, dim, parts, to_dim, to_parts, *items = args
+        return Recut(group, n, c, dim, tuple(parts), tuple(to_parts), *items) if dim == to_dim else None
     return None
 
 
@@ -189,6 +189,7 @@ class Gather(Link):
     dim: int
     parts: tuple[int, ...]
     dual: str
+    items: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -197,7 +198,7 @@ class Gather(Link):
     @property
     def held(self) -> tuple[Runs, ...]:
         """What each coordinate holds of ``dim``; 0 holds most."""
-        return pieces(list(self.parts), self.n)
+        return pieces(list(self.parts), self.n, self.items)
 
     def forward(self, links: Sequence[Gather], tensors: Sequence[Tensor]) -> list[Tensor]:
         padded = [widen(t, link.dim, total(link.held[0])) for link, t in zip(links, tensors, strict=True)]
@@ -229,6 +230,8 @@ class Recut(Link):
     dim: int
     parts: tuple[int, ...]
     to_parts: tuple[int, ...]
+    items: int = 0
+    to_items: int = 0
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -245,7 +248,7 @@ class Recut(Link):
     @property
     def messages(self) -> tuple[tuple[Runs, ...], tuple[Runs, ...], int]:
         """What goes to each coordinate and comes from each, and the longest message of any pair."""
-        return exchange(self.parts, self.to_parts, self.n, self.c)
+        return exchange(self.parts, self.to_parts, self.n, self.c, self.items, self.to_items)
 
     def _swap(
         self,

@@ -6,8 +6,9 @@ stands. Every op is one node under fx, has fake and autograd kernels, takes any 
 ``keep``, ``replicate`` and ``invariant`` may return it.
 
 Common arguments: ``group`` name of a c10d process group; ``n`` its size and ``c`` the rank's place in it; ``dim`` the
-tensor dim that is cut; ``parts`` the lengths of the parts of ``dim`` before this axis cuts it, never empty. Each part
-is cut as `Axis.cut` does: pieces may be uneven or empty, they are padded on the wire and never in a value.
+tensor dim that is cut; ``parts`` the lengths of the parts of ``dim`` before this axis cuts it, never empty; ``items``
+in how many equal pieces, none of which is cut, each part comes (0: every element). Each part is cut as `Axis.cut` does:
+pieces may be uneven or empty, they are padded on the wire and never in a value.
 
 | op | change | dual |
 |---|---|---|
@@ -148,87 +149,119 @@ wait_all_reduce = differentiable(
 # all-gather
 
 
-def _start_all_gather(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], dual: str) -> Tensor:
-    held = pieces(parts, n)
+def _start_all_gather(
+    x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], dual: str, items: int = 0
+) -> Tensor:
+    held = pieces(parts, n, items)
     return _flying(_gather(widen(_sized(x, dim, total(held[c])), dim, total(held[0])), group, n), group)
 
 
-def _start_all_gather_fake(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], dual: str) -> Tensor:
-    return x.new_empty([n, *with_size(x, dim, total(pieces(parts, n)[0]))])
+def _start_all_gather_fake(
+    x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], dual: str, items: int = 0
+) -> Tensor:
+    return x.new_empty([n, *with_size(x, dim, total(pieces(parts, n, items)[0]))])
 
 
 def _start_all_gather_adjoint(
-    grad: Tensor, shape: torch.Size, group: str, n: int, c: int, dim: int, parts: list[int], dual: str
+    grad: Tensor, shape: torch.Size, group: str, n: int, c: int, dim: int, parts: list[int], dual: str, items: int = 0
 ) -> Tensor:
     own = grad[c] if dual == "slice" else wait(_scatter(grad, group, n), group)
     return own.narrow(dim, 0, shape[dim]).clone(memory_format=torch.contiguous_format)
 
 
 start_all_gather = differentiable(
-    "start_all_gather(Tensor x, str group, int n, int c, int dim, int[] parts, str dual) -> Tensor",
+    "start_all_gather(Tensor x, str group, int n, int c, int dim, int[] parts, str dual, int items=0) -> Tensor",
     _start_all_gather,
     _start_all_gather_fake,
     _start_all_gather_adjoint,
 )
 wait_all_gather = differentiable(
-    "wait_all_gather(Tensor raw, int n, int c, int dim, int[] parts) -> Tensor",
-    lambda raw, n, c, dim, parts: join(_land(raw), dim, pieces(parts, n)),
-    lambda raw, n, c, dim, parts: raw.new_empty(with_size(raw[0], dim, sum(parts))),
-    lambda grad, shape, n, c, dim, parts: split(grad, dim, pieces(parts, n), shape[dim + 1]),
+    "wait_all_gather(Tensor raw, int n, int c, int dim, int[] parts, int items=0) -> Tensor",
+    lambda raw, n, c, dim, parts, items=0: join(_land(raw), dim, pieces(parts, n, items)),
+    lambda raw, n, c, dim, parts, items=0: raw.new_empty(with_size(raw[0], dim, sum(parts))),
+    lambda grad, shape, n, c, dim, parts, items=0: split(grad, dim, pieces(parts, n, items), shape[dim + 1]),
 )
 
 
 # reduce-scatter
 
 
-def _start_reduce_scatter(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int]) -> Tensor:
-    held = pieces(parts, n)
+def _start_reduce_scatter(x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], items: int = 0) -> Tensor:
+    held = pieces(parts, n, items)
     return _flying(_scatter(split(_sized(x, dim, sum(parts)), dim, held, total(held[0])), group, n), group)
 
 
 start_reduce_scatter = differentiable(
-    "start_reduce_scatter(Tensor x, str group, int n, int c, int dim, int[] parts) -> Tensor",
+    "start_reduce_scatter(Tensor x, str group, int n, int c, int dim, int[] parts, int items=0) -> Tensor",
     _start_reduce_scatter,
-    lambda x, group, n, c, dim, parts: x.new_empty(with_size(x, dim, total(pieces(parts, n)[0]))),
-    lambda grad, shape, group, n, c, dim, parts: join(
-        wait(_gather(grad.contiguous(), group, n), group), dim, pieces(parts, n)
+    lambda x, group, n, c, dim, parts, items=0: x.new_empty(with_size(x, dim, total(pieces(parts, n, items)[0]))),
+    lambda grad, shape, group, n, c, dim, parts, items=0: join(
+        wait(_gather(grad.contiguous(), group, n), group), dim, pieces(parts, n, items)
     ),
 )
 wait_reduce_scatter = differentiable(
-    "wait_reduce_scatter(Tensor raw, int n, int c, int dim, int[] parts) -> Tensor",
-    lambda raw, n, c, dim, parts: _land(raw).narrow(dim, 0, total(pieces(parts, n)[c])).contiguous(),
-    lambda raw, n, c, dim, parts: raw.new_empty(with_size(raw, dim, total(pieces(parts, n)[c]))),
-    lambda grad, shape, n, c, dim, parts: widen(grad, dim, shape[dim]),
+    "wait_reduce_scatter(Tensor raw, int n, int c, int dim, int[] parts, int items=0) -> Tensor",
+    lambda raw, n, c, dim, parts, items=0: _land(raw).narrow(dim, 0, total(pieces(parts, n, items)[c])).contiguous(),
+    lambda raw, n, c, dim, parts, items=0: raw.new_empty(with_size(raw, dim, total(pieces(parts, n, items)[c]))),
+    lambda grad, shape, n, c, dim, parts, items=0: widen(grad, dim, shape[dim]),
 )
 
 
 # all-to-all
 
 
-def _stack_messages(x: Tensor, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]) -> Tensor:
+def _stack_messages(
+    x: Tensor,
+    n: int,
+    c: int,
+    dim: int,
+    parts: list[int],
+    to_dim: int,
+    to_parts: list[int],
+    items: int = 0,
+    to_items: int = 0,
+) -> Tensor:
     if dim == to_dim:
-        send, _, width = exchange(tuple(parts), tuple(to_parts), n, c)
+        send, _, width = exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)
         return split(x, dim, send, width)
-    held, wanted = pieces(parts, n), pieces(to_parts, n)
+    held, wanted = pieces(parts, n, items), pieces(to_parts, n, to_items)
     return split(widen(x, dim, total(held[0])), to_dim, wanted, total(wanted[0]))
 
 
 def _start_all_to_all(
-    x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+    x: Tensor,
+    group: str,
+    n: int,
+    c: int,
+    dim: int,
+    parts: list[int],
+    to_dim: int,
+    to_parts: list[int],
+    items: int = 0,
+    to_items: int = 0,
 ) -> Tensor:
-    _sized(x, dim, total(pieces(parts, n)[c]))
+    _sized(x, dim, total(pieces(parts, n, items)[c]))
     if dim != to_dim:
         _sized(x, to_dim, sum(to_parts))
-    return _flying(_swap(_stack_messages(x, n, c, dim, parts, to_dim, to_parts), group, n), group)
+    return _flying(_swap(_stack_messages(x, n, c, dim, parts, to_dim, to_parts, items, to_items), group, n), group)
 
 
 def _start_all_to_all_fake(
-    x: Tensor, group: str, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+    x: Tensor,
+    group: str,
+    n: int,
+    c: int,
+    dim: int,
+    parts: list[int],
+    to_dim: int,
+    to_parts: list[int],
+    items: int = 0,
+    to_items: int = 0,
 ) -> Tensor:
     if dim == to_dim:
-        return x.new_empty([n, *with_size(x, dim, exchange(tuple(parts), tuple(to_parts), n, c)[2])])
-    shape = with_size(x, dim, total(pieces(parts, n)[0]))
-    shape[to_dim] = total(pieces(to_parts, n)[0])
+        return x.new_empty([n, *with_size(x, dim, exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)[2])])
+    shape = with_size(x, dim, total(pieces(parts, n, items)[0]))
+    shape[to_dim] = total(pieces(to_parts, n, to_items)[0])
     return x.new_empty([n, *shape])
 
 
@@ -242,46 +275,75 @@ def _start_all_to_all_adjoint(
     parts: list[int],
     to_dim: int,
     to_parts: list[int],
+    items: int = 0,
+    to_items: int = 0,
 ) -> Tensor:
     back = wait(_swap(grad, group, n), group)
     if dim == to_dim:
-        return join(back, dim, exchange(tuple(parts), tuple(to_parts), n, c)[0])
-    return join(back.narrow(dim + 1, 0, shape[dim]), to_dim, pieces(to_parts, n))
+        return join(back, dim, exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)[0])
+    return join(back.narrow(dim + 1, 0, shape[dim]), to_dim, pieces(to_parts, n, to_items))
 
 
 def _wait_all_to_all(
-    raw: Tensor, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+    raw: Tensor,
+    n: int,
+    c: int,
+    dim: int,
+    parts: list[int],
+    to_dim: int,
+    to_parts: list[int],
+    items: int = 0,
+    to_items: int = 0,
 ) -> Tensor:
     done = _land(raw)
     if dim == to_dim:
-        return join(done, dim, exchange(tuple(parts), tuple(to_parts), n, c)[1])
-    return join(done.narrow(to_dim + 1, 0, total(pieces(to_parts, n)[c])), dim, pieces(parts, n))
+        return join(done, dim, exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)[1])
+    return join(done.narrow(to_dim + 1, 0, total(pieces(to_parts, n, to_items)[c])), dim, pieces(parts, n, items))
 
 
 def _wait_all_to_all_fake(
-    raw: Tensor, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+    raw: Tensor,
+    n: int,
+    c: int,
+    dim: int,
+    parts: list[int],
+    to_dim: int,
+    to_parts: list[int],
+    items: int = 0,
+    to_items: int = 0,
 ) -> Tensor:
     shape = with_size(raw[0], dim, sum(parts))
-    shape[to_dim] = total(pieces(to_parts, n)[c])
+    shape[to_dim] = total(pieces(to_parts, n, to_items)[c])
     return raw.new_empty(shape)
 
 
 def _wait_all_to_all_adjoint(
-    grad: Tensor, shape: torch.Size, n: int, c: int, dim: int, parts: list[int], to_dim: int, to_parts: list[int]
+    grad: Tensor,
+    shape: torch.Size,
+    n: int,
+    c: int,
+    dim: int,
+    parts: list[int],
+    to_dim: int,
+    to_parts: list[int],
+    items: int = 0,
+    to_items: int = 0,
 ) -> Tensor:
     if dim == to_dim:
-        return split(grad, dim, exchange(tuple(parts), tuple(to_parts), n, c)[1], shape[dim + 1])
-    return split(widen(grad, to_dim, shape[to_dim + 1]), dim, pieces(parts, n), shape[dim + 1])
+        return split(grad, dim, exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)[1], shape[dim + 1])
+    return split(widen(grad, to_dim, shape[to_dim + 1]), dim, pieces(parts, n, items), shape[dim + 1])
 
 
 start_all_to_all = differentiable(
-    "start_all_to_all(Tensor x, str group, int n, int c, int dim, int[] parts, int to_dim, int[] to_parts) -> Tensor",
+    "start_all_to_all(Tensor x, str group, int n, int c, int dim, int[] parts, int to_dim, int[] to_parts, "
+    "int items=0, int to_items=0) -> Tensor",
     _start_all_to_all,
     _start_all_to_all_fake,
     _start_all_to_all_adjoint,
 )
 wait_all_to_all = differentiable(
-    "wait_all_to_all(Tensor raw, int n, int c, int dim, int[] parts, int to_dim, int[] to_parts) -> Tensor",
+    "wait_all_to_all(Tensor raw, int n, int c, int dim, int[] parts, int to_dim, int[] to_parts, "
+    "int items=0, int to_items=0) -> Tensor",
     _wait_all_to_all,
     _wait_all_to_all_fake,
     _wait_all_to_all_adjoint,
@@ -292,27 +354,27 @@ wait_all_to_all = differentiable(
 
 
 def _shard_adjoint(
-    grad: Tensor, shape: torch.Size, group: str, n: int, c: int, dim: int, parts: list[int], dual: str
+    grad: Tensor, shape: torch.Size, group: str, n: int, c: int, dim: int, parts: list[int], dual: str, items: int = 0
 ) -> Tensor:
-    held = pieces(parts, n)
+    held = pieces(parts, n, items)
     if dual == "pad":
         return put(grad, dim, held[c], shape[dim])
     return join(wait(_gather(widen(grad, dim, total(held[0])), group, n), group), dim, held)
 
 
 shard = differentiable(
-    "shard(Tensor x, str group, int n, int c, int dim, int[] parts, str dual) -> Tensor",
-    lambda x, group, n, c, dim, parts, dual: take(_sized(x, dim, sum(parts)), dim, pieces(parts, n)[c]),
-    lambda x, group, n, c, dim, parts, dual: x.new_empty(with_size(x, dim, total(pieces(parts, n)[c]))),
+    "shard(Tensor x, str group, int n, int c, int dim, int[] parts, str dual, int items=0) -> Tensor",
+    lambda x, group, n, c, dim, parts, dual, items=0: take(_sized(x, dim, sum(parts)), dim, pieces(parts, n, items)[c]),
+    lambda x, group, n, c, dim, parts, dual, items=0: x.new_empty(with_size(x, dim, total(pieces(parts, n, items)[c]))),
     _shard_adjoint,
 )
 pad = differentiable(
-    "pad(Tensor x, str group, int n, int c, int dim, int[] parts) -> Tensor",
-    lambda x, group, n, c, dim, parts: put(
-        _sized(x, dim, total(pieces(parts, n)[c])), dim, pieces(parts, n)[c], sum(parts)
+    "pad(Tensor x, str group, int n, int c, int dim, int[] parts, int items=0) -> Tensor",
+    lambda x, group, n, c, dim, parts, items=0: put(
+        _sized(x, dim, total(pieces(parts, n, items)[c])), dim, pieces(parts, n, items)[c], sum(parts)
     ),
-    lambda x, group, n, c, dim, parts: x.new_empty(with_size(x, dim, sum(parts))),
-    lambda grad, shape, group, n, c, dim, parts: take(grad, dim, pieces(parts, n)[c]),
+    lambda x, group, n, c, dim, parts, items=0: x.new_empty(with_size(x, dim, sum(parts))),
+    lambda grad, shape, group, n, c, dim, parts, items=0: take(grad, dim, pieces(parts, n, items)[c]),
 )
 keep = differentiable(
     "keep(Tensor x, int c, str dual) -> Tensor",

@@ -14,19 +14,22 @@ Runs = tuple[Run, ...]
 
 
 @lru_cache(maxsize=1 << 14)
-def _cut(parts: tuple[int, ...], n: int) -> tuple[Runs, ...]:
+def _cut(parts: tuple[int, ...], n: int, items: int) -> tuple[Runs, ...]:
     """For every coordinate the runs of ``dim`` that it holds."""
     axis, starts = Axis("", n), [sum(parts[:i]) for i in range(len(parts))]
-    return tuple(tuple(axis.cut(s, p, c) for s, p in zip(starts, parts, strict=True)) for c in range(n))
+    return tuple(tuple(axis.cut(s, p, c, items) for s, p in zip(starts, parts, strict=True)) for c in range(n))
 
 
-def pieces(parts: list[int], n: int) -> tuple[Runs, ...]:
-    """For every coordinate the (start, length) runs it holds of a dim of these parts.
+def pieces(parts: list[int], n: int, items: int = 0) -> tuple[Runs, ...]:
+    """For every coordinate the (start, length) runs it holds of a dim of these parts, each cut between so many items
+    (0: every element is one).
 
     >>> pieces([4, 3], 2)
     (((0, 2), (4, 2)), ((2, 2), (6, 1)))
+    >>> pieces([12], 2, items=3)
+    (((0, 8),), ((8, 4),))
     """
-    return _cut(tuple(parts), n)
+    return _cut(tuple(parts), n, items)
 
 
 def total(runs: Runs) -> int:
@@ -36,11 +39,11 @@ def total(runs: Runs) -> int:
 
 @lru_cache(maxsize=1 << 12)
 def exchange(
-    parts: tuple[int, ...], to_parts: tuple[int, ...], n: int, c: int
+    parts: tuple[int, ...], to_parts: tuple[int, ...], n: int, c: int, items: int = 0, to_items: int = 0
 ) -> tuple[tuple[Runs, ...], tuple[Runs, ...], int]:
     """Recutting one dim: what ``c`` sends to each coordinate and gets from each, as runs of its own piece before and
     after, and the longest message of any pair."""
-    before, after = _cut(parts, n), _cut(to_parts, n)
+    before, after = _cut(parts, n, items), _cut(to_parts, n, to_items)
 
     def common(inside: Runs, other: Runs) -> Runs:
         """The runs common to both, as positions within ``inside``."""

@@ -158,12 +158,13 @@ class _Change(torch.autograd.Function):
 
 
 @lru_cache(maxsize=1 << 12)
-def _where(parts: tuple[int, ...], n: int) -> tuple[Tensor, ...]:
-    """The indices of a dim that each coordinate holds: every part is cut on its own."""
+def _where(parts: tuple[int, ...], n: int, items: int) -> tuple[Tensor, ...]:
+    """The indices of a dim that each coordinate holds: every part is cut on its own, between whole items."""
     held: list[list[Tensor]] = [[] for _ in range(n)]
     for part in torch.split(torch.arange(sum(parts)), list(parts)):
-        for coordinate, piece in enumerate(torch.split(part, -(-len(part) // n) or 1)):
-            held[coordinate].append(piece)
+        rows = part.reshape(items, -1) if items else part[:, None]
+        for coordinate, piece in enumerate(torch.split(rows, -(-len(rows) // n) or 1)):
+            held[coordinate].append(piece.flatten())
     return tuple(torch.cat(h) if h else torch.arange(0) for h in held)
 
 
@@ -175,28 +176,30 @@ def _sum(xs: Values) -> Values:
     return _same([reduce(torch.add, xs)] * len(xs))
 
 
-def _whole(dim: int, parts: Sequence[int]) -> Move:
+def _whole(dim: int, parts: Sequence[int], items: int = 0) -> Move:
     def move(xs: Values) -> Values:
-        order = torch.cat(_where(tuple(parts), len(xs))).argsort()
+        order = torch.cat(_where(tuple(parts), len(xs), items)).argsort()
         return _same([torch.cat(xs, dim).index_select(dim, order.to(xs[0].device))] * len(xs))
 
     return move
 
 
-def _own(dim: int, parts: Sequence[int]) -> Move:
+def _own(dim: int, parts: Sequence[int], items: int = 0) -> Move:
     def move(xs: Values) -> Values:
-        return [x.index_select(dim, w.to(x.device)) for x, w in zip(xs, _where(tuple(parts), len(xs)), strict=True)]
+        return [
+            x.index_select(dim, w.to(x.device)) for x, w in zip(xs, _where(tuple(parts), len(xs), items), strict=True)
+        ]
 
     return move
 
 
-def _zeros_elsewhere(dim: int, parts: Sequence[int]) -> Move:
+def _zeros_elsewhere(dim: int, parts: Sequence[int], items: int = 0) -> Move:
     def one(x: Tensor, where: Tensor) -> Tensor:
         shape = list(x.shape)
         shape[dim] = sum(parts)
         return x.new_zeros(shape).index_copy(dim, where.to(x.device), x)
 
-    return lambda xs: [one(x, w) for x, w in zip(xs, _where(tuple(parts), len(xs)), strict=True)]
+    return lambda xs: [one(x, w) for x, w in zip(xs, _where(tuple(parts), len(xs), items), strict=True)]
 
 
 def _first(coordinate: int) -> Move:
@@ -207,26 +210,26 @@ def _then(*moves: Move) -> Move:
     return lambda xs: reduce(lambda held, move: move(held), moves, xs)
 
 
-def _recut(dim: int, parts: Sequence[int], to_dim: int, to_parts: Sequence[int]) -> Move:
-    return _then(_whole(dim, parts), _own(to_dim, to_parts))
+def _cut(call: dict[str, Any], to: str = "") -> tuple[int, Sequence[int], int]:
+    return call[f"{to}dim"], call[f"{to}parts"], call.get(f"{to}items", 0)
 
 
 _CHANGES: dict[str, Callable[[dict[str, Any]], tuple[Move, Move]]] = {
     "start_all_reduce": lambda a: (_sum, {"none": _same, "all_reduce": _sum}[a["dual"]]),
     "start_all_gather": lambda a: (
-        _whole(a["dim"], a["parts"]),
-        {"reduce_scatter": _then(_sum, _own(a["dim"], a["parts"])), "slice": _own(a["dim"], a["parts"])}[a["dual"]],
+        _whole(*_cut(a)),
+        {"reduce_scatter": _then(_sum, _own(*_cut(a))), "slice": _own(*_cut(a))}[a["dual"]],
     ),
-    "start_reduce_scatter": lambda a: (_then(_sum, _own(a["dim"], a["parts"])), _whole(a["dim"], a["parts"])),
+    "start_reduce_scatter": lambda a: (_then(_sum, _own(*_cut(a))), _whole(*_cut(a))),
     "start_all_to_all": lambda a: (
-        _recut(a["dim"], a["parts"], a["to_dim"], a["to_parts"]),
-        _recut(a["to_dim"], a["to_parts"], a["dim"], a["parts"]),
+        _then(_whole(*_cut(a)), _own(*_cut(a, "to_"))),
+        _then(_whole(*_cut(a, "to_")), _own(*_cut(a))),
     ),
     "shard": lambda a: (
-        _own(a["dim"], a["parts"]),
-        {"all_gather": _whole(a["dim"], a["parts"]), "pad": _zeros_elsewhere(a["dim"], a["parts"])}[a["dual"]],
+        _own(*_cut(a)),
+        {"all_gather": _whole(*_cut(a)), "pad": _zeros_elsewhere(*_cut(a))}[a["dual"]],
     ),
-    "pad": lambda a: (_zeros_elsewhere(a["dim"], a["parts"]), _own(a["dim"], a["parts"])),
+    "pad": lambda a: (_zeros_elsewhere(*_cut(a)), _own(*_cut(a))),
     "keep": lambda a: (_first(a["c"]), {"none": _same, "keep": _first(a["c"])}[a["dual"]]),
     "replicate": lambda a: (_same, _sum),
     "invariant": lambda a: (_same, _first(a["c"])),

@@ -17,11 +17,11 @@ from autopar.passes.facts import Choice, Strategy, fact, operand_nodes, value
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.moves import settle
 from autopar.passes.price import prices
-from autopar.passes.strategy import choices, rule, strategy
+from autopar.passes.strategy import Proposal, choices, rule, strategy
 from autopar.solver.cost import roofline
 from autopar.solver.problem import COMPUTE, EXPOSED, RESOURCES, SAVED, TRANSIENT, Array, Index
 
-Parts = tuple[tuple[str, tuple[int, ...]], ...]
+Parts = tuple[Proposal, ...]
 
 
 PARTIAL = 1e-4  # of its seconds, for work on partial sums: of equal plans the one that reduces early is taken
@@ -58,7 +58,7 @@ class Menu:
         op: fx.Node,
         mesh: Mesh,
         time: Choice | None,
-        proposals: Sequence[tuple[str, tuple[int, ...]]],
+        proposals: Sequence[Proposal],
         fixed: Mapping[int, Choice] | None = None,
     ) -> list[Strategy]:
         """All legal combinations of a choice on each axis of ranks; ``time``: the choice on the time axis; ``fixed``:

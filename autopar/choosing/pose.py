@@ -33,6 +33,7 @@ from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.parameter_states import ParameterState, Together, parameter_states
 from autopar.passes.price import local_bytes
 from autopar.passes.roles import Roles
+from autopar.passes.strategy import Proposal
 from autopar.passes.units import Units
 from autopar.runtime.buckets import CAP
 from autopar.solver.cost import adamw
@@ -89,7 +90,7 @@ def pose(
     units: Units,
     wirings: Sequence[Wiring],
     times: Mapping[fx.Node, Choice],
-    proposals: Mapping[fx.Node, Sequence[tuple[str, tuple[int, ...]]]],
+    proposals: Mapping[fx.Node, Sequence[Proposal]],
     cluster: Cluster,
     *,
     zero: int | None = None,
@@ -122,7 +123,7 @@ class _Pose:
         units: Units,
         wirings: Sequence[Wiring],
         times: Mapping[fx.Node, Choice],
-        proposals: Mapping[fx.Node, Sequence[tuple[str, tuple[int, ...]]]],
+        proposals: Mapping[fx.Node, Sequence[Proposal]],
     ) -> Posed:
         self._together = _together(units, wirings)
         ops = tuple(self._ops(w, times, proposals) for w in wirings)
@@ -153,7 +154,7 @@ class _Pose:
         self,
         wiring: Wiring,
         times: Mapping[fx.Node, Choice],
-        proposals: Mapping[fx.Node, Sequence[tuple[str, tuple[int, ...]]]],
+        proposals: Mapping[fx.Node, Sequence[Proposal]],
     ) -> tuple[OpStates, ...]:
         """Equal calls share their states."""
         made: dict[fx.Node, tuple[Layout, ...]] = {}

@@ -25,6 +25,7 @@ from autopar.passes.layout import Axis
 from autopar.passes.roles import Limit, Roles, limits_of
 from autopar.passes.sequence import along_sequence, sequences
 from autopar.passes.split_prologue import copy_graph, split_prologue
+from autopar.passes.strategy import Proposal
 from autopar.passes.units import Units, core_ops, cut_units
 from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
 from autopar.solver.meshes import MOST_MICROBATCHES
@@ -37,7 +38,7 @@ class Body:
     prepared: Prepared
     units: Units
     wirings: tuple[Wiring, ...]
-    proposals: Mapping[fx.Node, Sequence[tuple[str, tuple[int, ...]]]]
+    proposals: Mapping[fx.Node, Sequence[Proposal]]
     core: frozenset[fx.Node]
     outputs: Mapping[fx.Node, str]
 

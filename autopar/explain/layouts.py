@@ -91,7 +91,8 @@ def _words(dims: Dims, text: str) -> tuple[str, str] | None:
         return None
     if match[1]:
         return match[1], match[1]
-    kind, name, parts = match[2], match[3], f"({match[4]})" if match[4] else ""
+    kind, name = match[2], match[3]
+    parts = (f"({match[4]})" if match[4] else "") + (f"/{match[5]}" if match[5] else "")
     if kind == "special":
         return next(((i, o) for n, i, o in dims.special if n == name), None)
     if kind == "linear":

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from autopar.passes.facts import fact
+from autopar.passes.layout import parts_before
 from autopar.passes.rules.core import Dim, Rule, Special, factors
 from autopar.passes.rules.signature import NEVER, Call, broadcast, plain, read
 
@@ -60,7 +61,7 @@ def _grouped(call: Call, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, .
         mask = call.shape("attn_mask")
         if len(mask) >= 3 and mask[-3] > 1:
             operands[call.slots["attn_mask"][0]] = len(mask) - 3
-    return (Special("grouped-heads", tuple(operands), (heads,), lower_grouped_heads),)
+    return (Special("grouped-heads", tuple(operands), (heads,), lower_grouped_heads, uneven=True),)
 
 
 def lower_grouped_heads(emitter: Emitter, node: fx.Node, axis: int) -> fx.Node:
@@ -71,17 +72,19 @@ def lower_grouped_heads(emitter: Emitter, node: fx.Node, axis: int) -> fx.Node:
     call = read(node)
     chosen = fact(node).strategy
     assert chosen is not None
-    split = chosen.operands[call.slots["query"][0]].dims[-3].axes
-    assert split[-1:] == (axis,), "grouped-heads: its axis cuts the heads innermost"
+    split = chosen.operands[call.slots["query"][0]].dims[-3]
+    assert split.axes[-1:] == (axis,), "grouped-heads: its axis cuts the heads innermost"
     q, k, v = (emitter.operand(call.slots[n][0]) for n in ("query", "key", "value"))
-    mine = emitter.shape(q)[-3]
-    group = mine * emitter.n(axis) // emitter.shape(k)[-3]
-    read_by = [[(c * mine + h) // group for h in range(mine)] for c in range(emitter.n(axis))]
+    (heads,), _ = parts_before(axis, call.shape("query")[-3], split, emitter.mesh, emitter.coordinates)
+    group = heads // emitter.shape(k)[-3]
+    spans = [emitter.mesh.axes[axis].cut(0, heads, c) for c in range(emitter.n(axis))]
+    read_by = [[h // group for h in range(lo, lo + n)] for lo, n in spans]
     wanted = read_by[emitter.c(axis)]
-    shared = all(len({heads.count(h) for h in heads}) == 1 for heads in read_by)
+    shared = all(len({read.count(h) for h in read}) == 1 for read in read_by)
+    most = max(map(len, read_by))
     args, kwargs = emitter.args(node)
     bound = dict(zip([a.name for a in node.target._schema.arguments], args)) | kwargs  # type: ignore[union-attr]
-    bound["key"], bound["value"] = (_take(emitter, x, wanted, shared) for x in (k, v))
+    bound["key"], bound["value"] = (_take(emitter, x, wanted, shared, most) for x in (k, v))
     q, k, v = bound.pop("query"), bound.pop("key"), bound.pop("value")
     mask, dropout, causal = bound.pop("attn_mask", None), bound.pop("dropout_p", 0.0), bound.pop("is_causal", False)
     result = emitter.call(node.target, q, k, v, mask, dropout, causal, **bound)
@@ -89,10 +92,11 @@ def lower_grouped_heads(emitter: Emitter, node: fx.Node, axis: int) -> fx.Node:
     return result
 
 
-def _take(emitter: Emitter, x: fx.Node, wanted: list[int], shared: bool) -> Any:
+def _take(emitter: Emitter, x: fx.Node, wanted: list[int], shared: bool, most: int) -> Any:
     """The heads that a rank's queries read: each once where on all ranks every one serves equally many, else one per
-    query head."""
+    query head (and none where another rank, of ``most``, has more: ranks run the same ops)."""
     if shared:
         return emitter.call(aten.slice.Tensor, x, -3, wanted[0], wanted[-1] + 1)
-    picked = [emitter.call(aten.slice.Tensor, x, -3, h, h + 1) for h in wanted]
+    spans = [(h, h + 1) for h in wanted] + [(0, 0)] * (most - len(wanted))
+    picked = [emitter.call(aten.slice.Tensor, x, -3, *span) for span in spans]
     return emitter.call(aten.cat.default, picked, -3)

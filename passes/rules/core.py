@@ -53,9 +53,10 @@ class Special:
     """A strategy on one axis that no factor describes, with a lowering of its own.
 
     ``operands``/``results``: per tensor operand and result ``"R"``, ``"I"``, ``"P"`` or the dim (int) that is cut (it
-    must divide evenly, and is the innermost cut of its dim). ``lower(emitter, node, axis)`` emits local nodes, the same
-    ops on every rank, and returns the node that stands for the result (a tuple-producing node for multi-output ops).
-    ``divides``: lengths that the axis must divide besides.
+    is the innermost cut of its dim, and even unless ``uneven``). ``lower(emitter, node, axis)`` emits local nodes, the
+    same ops on every rank, and returns the node that stands for the result (a tuple-producing node for multi-output
+    ops). ``divides``: lengths that the axis must divide besides. ``several``: specials that are may be chosen together,
+    each on any number of axes and in any nest; ``lower`` is then called once and reads the others off the strategy.
     """
 
     name: str
@@ -63,6 +64,8 @@ class Special:
     results: tuple[str | int, ...]
     lower: Callable[[Emitter, fx.Node, int], Any]
     divides: tuple[int, ...] = ()
+    uneven: bool = False
+    several: bool = False
 
 
 @dataclass(frozen=True)

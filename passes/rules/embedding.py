@@ -24,11 +24,11 @@ def embedding(node: fx.Node) -> Rule | None:
     call = read(node)
     if call["scale_grad_by_freq"] or call["sparse"]:
         return None  # the gradient counts an index over all rows
-    rows, width = call.shape("weight")
+    width = call.shape("weight")[1]
     e = Dim(("e",)) if width > 1 else NEVER
     index = plain("a", call.shape("indices"))
     named = {"weight": (NEVER, e), "indices": index}
-    special = Special("vocabulary", (0, "R"), ("P",), lower_vocabulary, divides=(rows,))
+    special = Special("vocabulary", (0, "R"), ("P",), lower_vocabulary, uneven=True)
     return call.rule((*index, e), named, linear=[call.group("weight")], specials=(special,))
 
 
@@ -38,5 +38,6 @@ def lower_vocabulary(emitter: Emitter, node: fx.Node, axis: int) -> Any:
     weight, index = emitter.operand(0), emitter.operand(1)
     strategy = fact(node).strategy
     assert strategy is not None and strategy.operands[0].dims[0].axes == (axis,), "one axis cuts the vocabulary"
-    start = emitter.c(axis) * emitter.shape(weight)[0]
-    return emitter.call(torch.ops.autopar.embedding_shard.default, weight, index, start, call["padding_idx"])
+    return emitter.call(
+        torch.ops.autopar.embedding_shard.default, weight, index, emitter.start(0, 0), call["padding_idx"]
+    )

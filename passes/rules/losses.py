@@ -36,7 +36,7 @@ def cross_entropy_sum(node: fx.Node) -> Rule:
 
 def _vocabulary(call: Call) -> Special:
     logits = call.shape("logits")
-    return Special("vocabulary", (len(logits) - 1, "I"), ("I",), lower_vocabulary, divides=(logits[-1],))
+    return Special("vocabulary", (len(logits) - 1, "I"), ("I",), lower_vocabulary, uneven=True)
 
 
 def lower_vocabulary(emitter: Emitter, node: fx.Node, axis: int) -> Any:
@@ -45,13 +45,12 @@ def lower_vocabulary(emitter: Emitter, node: fx.Node, axis: int) -> Any:
     logits, target = emitter.operand(0), emitter.operand(1)
     strategy = fact(node).strategy
     assert strategy is not None and strategy.operands[0].dims[-1].axes == (axis,), "one axis cuts the vocabulary"
-    start = emitter.c(axis) * emitter.shape(logits)[-1]
     return emitter.call(
         library.cross_entropy_sum_sharded.default,
         logits,
         target,
         emitter.group(axis),
-        start,
+        emitter.start(0, -1),
         call["ignore_index"],
         call["smoothing"],
         call.shape("logits")[-1],

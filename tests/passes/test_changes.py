@@ -154,7 +154,7 @@ def test_what_is_priced_is_what_is_emitted(case: str, mesh: Mesh, shape: tuple[i
         ends = [settle(a, v, mesh), *(s.target for s in steps)]
         assert [s.source for s in steps] == ends[:-1] and ends[-1] == settle(b, v, mesh)
         for step in steps:
-            legal = moves(step.source, [(d, s.parts) for d, s in enumerate(step.target.dims) if s.axes], mesh)
+            legal = moves(step.source, [(d, s) for d, s in enumerate(step.target.dims) if s.axes], mesh)
             assert any((m.row, settle(m.target, v, mesh)) == (step.row, step.target) for m in legal)
 
 

@@ -43,12 +43,14 @@ def test_row_and_column_of_a_linear(tools: Any) -> None:
     assert texts(linear, TP, Choice("factor", "o")) == ["R", "S0", "S0", "S2"]
     assert texts(linear, TP, Choice("factor", "i")) == ["S2", "S1", "P", "P"]
     assert texts(linear, TP, Choice("linear", "0")) == ["P", "R", "P", "P"]
-    assert texts(linear, TP, Choice("factor", "b1")) is None  # 3 rows over 2 ranks
+    assert texts(linear, TP, Choice("factor", "b1")) == ["S1", "R", "R", "S1"]  # 3 rows over 2 ranks: 2 and 1
+    assert texts(linear, Mesh((Axis("tp", 4),)), Choice("factor", "b1")) is None  # one rank would get none
     names = {(c.kind, c.name) for c in choices(linear, TP, 0)}
     assert names == {
         ("I", ""),
         ("R", ""),
         ("factor", "b0"),
+        ("factor", "b1"),
         ("factor", "i"),
         ("factor", "o"),
         ("linear", "0"),
@@ -66,7 +68,7 @@ def test_two_axes_on_one_dim_nest_in_order(tools: Any) -> None:
 def test_a_factor_can_be_cut_in_parts(tools: Any) -> None:
     linear = find(prepared(tools, Linear(4, 12), torch.randn(2, 4)), aten.linear.default)
     assert texts(linear, TP, Choice("factor", "o", (8, 4))) == ["R", "S0(8+4)", "S0(8+4)", "S1(8+4)"]
-    assert texts(linear, TP, Choice("factor", "o", (7, 5))) is None  # uneven
+    assert texts(linear, TP, Choice("factor", "o", (7, 5))) is None  # no common items
     assert texts(linear, TP, Choice("factor", "o", (8, 8))) is None  # not the dim's length
 
 

@@ -19,7 +19,7 @@ from autopar.passes.facts import KEY, Choice, Strategy, annotate, call, fact, op
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.make_local import Sizes
 from autopar.passes.rules.core import LOCALIZE, rule_of
-from autopar.passes.strategy import choices, special_of, strategy
+from autopar.passes.strategy import Proposal, choices, special_of, strategy
 from autopar.runtime.stacked import run_stacked
 
 TOLERANCE = 1e-10  # of the largest element, in float64
@@ -98,15 +98,16 @@ def combinations(node: fx.Node, mesh: Mesh) -> Iterator[tuple[tuple[Choice, ...]
     """Every choice that divides on one axis; pairs of them, in both nest orders, on two."""
     named = [[c for c in choices(node, mesh, a) if c.kind not in ("I", "R")] for a in range(len(mesh.axes))]
     if len(mesh.axes) == 1:
-        in_parts = choices(node, mesh, 0, parts=proposals(node))
-        yield from (((c,), (0,)) for c in dict.fromkeys([*named[0], *(c for c in in_parts if c.parts)]))
+        in_parts = choices(node, mesh, 0, proposals(node))
+        yield from (((c,), (0,)) for c in dict.fromkeys([*named[0], *(c for c in in_parts if c.parts or c.items)]))
         return
     every = list(itertools.product(itertools.product(*named), ((0, 1), (1, 0))))
     yield from every[:: max(1, -(-len(every) // MOST_PAIRS))]
 
 
-def proposals(node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
-    """Each factor of at least four elements cut in a third and the rest, and in halves."""
+def proposals(node: fx.Node) -> list[Proposal]:
+    """Each factor of at least four elements cut in a third and the rest, and in halves, also between pairs of elements;
+    or between items of two or three elements."""
     found = rule_of(node)
     assert found is not None
     lengths = dict(found.sizes)
@@ -116,8 +117,10 @@ def proposals(node: fx.Node) -> list[tuple[str, tuple[int, ...]]]:
     ]
     for dims, shape in slots:
         lengths |= {d.factors[0]: n for d, n in zip(dims, shape) if len(d.factors) == 1 and not d.parts}
-    cuts = ((f, (n // by, n - n // by)) for f, n in lengths.items() if n >= 4 for by in (2, 3))
-    return [(f, parts) for f, parts in cuts if f in found.factors()]
+    long = {f: n for f, n in lengths.items() if n >= 4 and f in found.factors()}
+    cuts = [(f, (n // by, n - n // by)) for f, n in long.items() for by in (2, 3)]
+    in_parts = [(f, parts, items) for f, parts in cuts for items in (0, parts[0] // 2)]
+    return in_parts + [(f, (), n // size) for f, n in long.items() for size in (2, 3) if n % size == 0]
 
 
 class Whole:

@@ -69,13 +69,18 @@ class StackedJudge:
 
     def random(self, seed: int, axes: tuple[int, ...] = (2, 2), microbatches: int = 1) -> None:
         """Layouts drawn at random for every op."""
+        lowerable = self.drawn(seed, axes, microbatches)
+        self.assert_equal(lowerable, f"random layouts of seed {seed} on {axes}, {microbatches} microbatches")
+
+    def drawn(self, seed: int, axes: tuple[int, ...], microbatches: int = 1, one_nesting: bool = False) -> Lowerable:
+        """Layouts drawn at random; ``one_nesting``: at rest axes nest as those of one device mesh do."""
         prepared, captured = self.prepared(microbatches), self.captured
         space = tuple(Axis("ab"[i], n) for i, n in enumerate(axes))
         rows = microbatch_rows(captured.batch, 1, microbatches)
         mesh = Mesh((*space, Axis("time", microbatches, rows)) if microbatches > 1 else space)
         batch_inputs = frozenset(i.name for i in captured.inputs if i.batch)
         parameters, hoisted = frozenset(captured.parameters), frozenset(prepared.hoisted)
-        body = random_layouts(copy_graph(prepared.body), mesh, parameters, batch_inputs, seed, hoisted=hoisted)
+        body = random_layouts(copy_graph(prepared.body), mesh, parameters, batch_inputs, seed, one_nesting, hoisted)
         prologue = None
         if prepared.prologue is not None:
             inputs = {n.name: _layout(n) for n in body.graph.nodes if n.op == "placeholder"}
@@ -85,8 +90,7 @@ class StackedJudge:
         names = (captured.parameters, captured.buffers, captured.constants)
         read = (tuple(n for n in known if n in used) for known in names)
         given = tuple(i.name for i in captured.inputs)
-        lowerable = Lowerable(body, mesh, *read, given, prologue, prepared.hoisted)
-        self.assert_equal(lowerable, f"random layouts of seed {seed} on {axes}, {microbatches} microbatches")
+        return Lowerable(body, mesh, *read, given, prologue, prepared.hoisted)
 
     def distances(self, lowerable: Lowerable) -> list[Difference]:
         """How far a step of all ranks is from one process, the farthest tensor first."""

@@ -89,10 +89,10 @@ def _refuse_module(name: str, module: nn.Module, backward: bool) -> None:
             raise AutoparError(
                 f"{name}.{attribute}: is a tensor that requires a gradient but no parameter. Make it an nn.Parameter."
             )
-    if isinstance(module, nn.SyncBatchNorm):
+    if isinstance(module, nn.SyncBatchNorm) and module.process_group is not None:
         raise AutoparError(
-            f"{name}: is a SyncBatchNorm (autopar's BatchNorm has the whole batch's statistics anyway). "
-            "Use nn.BatchNorm."
+            f"{name}: is a SyncBatchNorm of a group of ranks (ranks are autopar's; it has statistics of the whole "
+            "batch). Leave out process_group."
         )
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
         raise AutoparError(

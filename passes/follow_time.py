@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.errors import AutoparError
 from autopar.passes.calls import call_key
 from autopar.passes.complete_layouts import arriving, cheapest
 from autopar.passes.completion import is_op
-from autopar.passes.facts import Choice, Strategy, is_tensor, operand_nodes, value
+from autopar.passes.facts import Choice, Strategy, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.strategy import choices, strategy
@@ -59,7 +60,22 @@ def follow_axis(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) ->
             layouts[node] = Layout.uniform("R", 1, len(value(node).shape))
             if node.name in batch_inputs and node.op == "placeholder":
                 layouts[node] = layouts[node].with_shard(0, 0)
+        elif node.op == "output" and axis.is_time:
+            _refuse_split_buffers(node, layouts)
     return TimeChoices(ops, layouts)
+
+
+def _refuse_split_buffers(output: fx.Node, layouts: dict[fx.Node, Layout]) -> None:
+    """What a buffer becomes must be the same in every microbatch."""
+    (result,) = output.args
+    assert isinstance(result, dict) and isinstance(result["buffers"], dict)
+    for name, node in result["buffers"].items():
+        assert isinstance(node, fx.Node)
+        if layouts[node].kinds != "R":
+            raise AutoparError(
+                f"{name}: the value that forward gives this buffer ({fact(node).source}) needs the whole batch at "
+                f"once, so it cannot run in microbatches. Set microbatches=1."
+            )
 
 
 def cut_alike(known: TimeChoices, rows: tuple[int, ...]) -> bool:

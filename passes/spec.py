@@ -18,7 +18,7 @@ from autopar.passes.cross_entropy_keeps_dims import is_flat_loss
 from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop, joined, trained
 from autopar.passes.experts_in_token_order import is_grouped
 from autopar.passes.facts import KEY, Fact
-from autopar.passes.functionalize_mutations import is_mutating, is_training_batch_norm
+from autopar.passes.functionalize_mutations import is_mutating, is_tracking_instance_norm, is_training_batch_norm
 from autopar.passes.means_to_sums import is_mean
 from autopar.passes.rows_to_gathers import reads_rows
 from autopar.passes.slices_to_splits import tilings
@@ -171,7 +171,9 @@ _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     "capture": _captured,
     "counter_random": _each(is_random, "draws random numbers"),
     "composites_to_parts": _each(is_composite, "is composed of other ops"),
-    "functionalize_mutations": _each(lambda n: is_mutating(n.target) or is_training_batch_norm(n), "writes in place"),
+    "functionalize_mutations": _each(
+        lambda n: is_mutating(n.target) or is_training_batch_norm(n) or is_tracking_instance_norm(n), "writes in place"
+    ),
     "views_to_reshapes": _each(_views, "is a view in another form"),
     "drop_noops": _does_nothing,
     "slices_to_splits": lambda gm: (f"slices of {n.name} tile it" for n in gm.graph.nodes if tilings(n)),

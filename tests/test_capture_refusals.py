@@ -108,8 +108,10 @@ def test_sparse_embedding() -> None:
     refused(Lookup(), "Lookup (", HERE, "sparse=False", args=(torch.zeros(6, dtype=torch.long),))
 
 
-def test_sync_batch_norm() -> None:
-    refused(Model(inner=nn.SyncBatchNorm(4)), "inner: is a SyncBatchNorm", "nn.BatchNorm")
+def test_sync_batch_norm_of_some_ranks() -> None:
+    norm = nn.SyncBatchNorm(4)
+    norm.process_group = object()
+    refused(Model(inner=norm), "inner: is a SyncBatchNorm of a group of ranks", "Leave out process_group")
 
 
 def test_reentrant_checkpoint() -> None:

@@ -34,7 +34,7 @@ def experts_mm(node: fx.Node) -> Rule:
         (s, o),
         {"x": (s, i), "w": (NEVER, i, o), "ids": (s,)},
         linear=[call.group("x"), call.group("w")],
-        specials=(Special("experts", ("R", 0, "R"), ("P",), lower_experts, divides=(w[0],)),),
+        specials=(Special("experts", ("R", 0, "R"), ("P",), lower_experts, uneven=True),),
     )
 
 
@@ -44,5 +44,5 @@ def lower_experts(emitter: Emitter, node: fx.Node, axis: int) -> Any:
     x, w, ids = (emitter.operand(i) for i in range(3))
     strategy = fact(node).strategy
     assert strategy is not None and strategy.operands[1].dims[0].axes == (axis,), "one axis cuts the experts"
-    start = call["start"] + emitter.c(axis) * emitter.shape(w)[0]
+    start = call["start"] + emitter.start(1, 0)
     return emitter.call(library.experts_mm.default, x, w, ids, start, call["experts"])

@@ -35,7 +35,7 @@ def index(node: fx.Node) -> Rule | None:
 
 def _lookup(dim: int) -> Special:
     """A table cut over the dim that is looked up in: addends, each rank having what it holds."""
-    return Special("lookup", (dim, "R"), ("P",), lower_lookup)
+    return Special("lookup", (dim, "R"), ("P",), lower_lookup, uneven=True)
 
 
 def lower_lookup(emitter: Emitter, node: fx.Node, axis: int) -> Any:
@@ -45,10 +45,9 @@ def lower_lookup(emitter: Emitter, node: fx.Node, axis: int) -> Any:
     assert strategy is not None
     (dim,) = (d for d, split in enumerate(strategy.operands[0].dims) if axis in split.axes)
     assert strategy.operands[0].dims[dim].axes == (axis,), "one axis cuts the dim that is looked up in"
-    size = emitter.shape(table)[dim]
     op = torch.ops.autopar.gather_shard if node.target is aten.gather.default else torch.ops.autopar.take_shard
     total = read(node).shape("self")[dim]
-    return emitter.call(op.default, table, index, dim, emitter.c(axis) * size, total)
+    return emitter.call(op.default, table, index, dim, emitter.start(0, dim), total)
 
 
 @factors(aten.index_put.default, aten._unsafe_index_put.default)

@@ -87,52 +87,59 @@ def batch_norm(node: fx.Node) -> Rule | None:
 
 @factors(aten.instance_norm.default)
 def instance_norm(node: fx.Node) -> Rule | None:
-    """``x[n c .], w[c], b[c] -> y[n c .]``, with statistics of its input."""
+    """``x[n c .], w[c], b[c] -> y[n c .]`` with statistics of its input; with running ones places are apart too."""
     call = read(node)
-    if not call["use_input_stats"] or call.has("running_mean"):
-        return None
-    shape = call.shape("input")
-    dims = (*plain("d", shape[:2]), *(NEVER,) * (len(shape) - 2))
-    vectors = {n: (dims[1],) for n in ("weight", "bias") if call.has(n)}
-    return call.rule(dims, {"input": dims, **vectors}, linear=[call.group("weight", "bias")])
+    if call["use_input_stats"] and call.has("running_mean"):
+        return None  # writes its buffers
+    dims = plain("d", call.shape("input"))
+    groups = [call.group("weight", "bias")]
+    if call["use_input_stats"]:
+        dims = (*dims[:2], *(NEVER,) * (len(dims) - 2))
+    else:
+        groups.append(call.group("input", "running_mean", "bias"))
+    vectors = {n: (dims[1],) for n in ("weight", "bias", "running_mean", "running_var") if call.has(n)}
+    return call.rule(dims, {"input": dims, **vectors}, linear=groups)
 
 
 @factors(torch.ops.autopar.batch_norm.default)
 def batch_norm_in_training(node: fx.Node) -> Rule:
-    """``x[. c ...], w[c], b[c], mean[c], var[c] -> y[. c ...], mean[c], var[c]``."""
+    """``x[. c ...], w[c], b[c], mean[c], var[c] -> y[. c ...], mean[c], var[c]``; specials cut rows and places."""
     call = read(node)
     shape = call.shape(_first(call))
     channel = Dim(("c",)) if shape[1] > 1 else NEVER
     dims = (NEVER, channel, *(NEVER,) * (len(shape) - 2))
     named = {n: dims if n == _first(call) else (channel,) for n in call.slots if call.has(n)}
-    return call.rule([dims, (channel,), (channel,)], named, specials=(_global_statistics(call),))
+    specials = tuple(_global_statistics(call, d) for d, n in enumerate(shape) if d != 1 and n > 1)
+    return call.rule([dims, (channel,), (channel,)], named, specials=specials)
 
 
 def _first(call: Call) -> str:
     return next(iter(call.slots))
 
 
-def _global_statistics(call: Call) -> Special:
+def _global_statistics(call: Call, dim: int) -> Special:
     operands: list[str | int] = ["R"] * sum(len(s) for s in call.slots.values())
-    operands[0] = 0
-    return Special("global-statistics", tuple(operands), (0, "R", "R"), lower_global_statistics)
+    operands[0] = dim
+    name = f"global-statistics-{dim}" if dim else "global-statistics"
+    return Special(name, tuple(operands), (dim, "R", "R"), lower_global_statistics, uneven=True, several=True)
 
 
 def lower_global_statistics(emitter: Emitter, node: fx.Node, axis: int) -> Any:
-    """Mean, then squared distance from it, both summed over the axis: no difference of large sums. The number of
-    elements is that of the whole batch and known; another axis that splits channels changes nothing."""
+    """Mean, then squared distance from it, both summed over the axes that cut rows or places: no difference of large
+    sums. The number of elements is that of the whole batch and known; an axis that splits channels changes nothing."""
     call = read(node)
     shape = call.shape(_first(call))
     count = math.prod(shape) // shape[1]
     x, weight, bias, old_mean, old_var = (_local(emitter, call, n) for n in list(call.values)[:5])
     strategy = fact(node).strategy
-    assert strategy is not None and strategy.operands[0].dims[0].axes == (axis,), "one axis takes global statistics"
+    assert strategy is not None
+    axes = [a for a, c in enumerate(strategy.choices) if c.kind == "special"]
     over = [0, *range(2, len(shape))]
     wide = torch.float64 if call.dtype(_first(call)) == torch.float64 else torch.float32
     y = x if call.dtype(_first(call)) == wide else emitter.call(aten.to.dtype, x, wide)
-    mean = _mean(emitter, y, over, count, axis)
+    mean = _mean(emitter, y, over, count, axes)
     centred = emitter.call(aten.sub.Tensor, y, mean)
-    var = _mean(emitter, emitter.call(aten.mul.Tensor, centred, centred), over, count, axis)
+    var = _mean(emitter, emitter.call(aten.mul.Tensor, centred, centred), over, count, axes)
     scale = emitter.call(aten.rsqrt.default, emitter.call(aten.add.Tensor, var, call["eps"]))
     y = emitter.call(aten.mul.Tensor, centred, scale)
     column = [1, -1, *[1] * (len(shape) - 2)]
@@ -156,9 +163,11 @@ def _local(emitter: Emitter, call: Call, name: str) -> Any:
     return emitter.operand(call.slots[name][0]) if call.has(name) else None
 
 
-def _mean(emitter: Emitter, x: Any, over: list[int], count: int, axis: int) -> Any:
+def _mean(emitter: Emitter, x: Any, over: list[int], count: int, axes: list[int]) -> Any:
     total = emitter.call(aten.sum.dim_IntList, x, over, True)
-    return emitter.call(aten.div.Tensor, emitter.all_reduce(total, axis, dual="all_reduce"), count)
+    for axis in axes:
+        total = emitter.all_reduce(total, axis, dual="all_reduce")
+    return emitter.call(aten.div.Tensor, total, count)
 
 
 def _moved(emitter: Emitter, old: Any, new: Any, momentum: float) -> Any:

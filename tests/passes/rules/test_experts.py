@@ -19,9 +19,10 @@ def ids(high: int, *shape: int) -> torch.Tensor:
     return torch.randint(high, shape)
 
 
+@pytest.mark.parametrize("experts", [6, 7])
 @pytest.mark.parametrize("rows", [torch.tensor([5, 0, 0, 3, 5, 1]), torch.tensor([2] * 6), ids(6, 12)])
-def test_rows_dims_and_experts_split(check: Check, rows: torch.Tensor) -> None:
-    tried = check(library.experts_mm.default, torch.randn(len(rows), 4), torch.randn(6, 4, 6), rows, 0, 6)
+def test_rows_dims_and_experts_split(check: Check, rows: torch.Tensor, experts: int) -> None:
+    tried = check(library.experts_mm.default, torch.randn(len(rows), 4), torch.randn(experts, 4, 6), rows, 0, experts)
     for strategy in ("factor:s0", "factor:i0", "factor:o0", "linear:0", "special:experts"):
         assert any(strategy in t for t in tried), f"{strategy} is not among {tried}"
 
@@ -47,7 +48,7 @@ def test_double_precision_gradients() -> None:
 LOOKUPS = [
     (aten.index.Tensor, torch.randn(6, 4, 3), [torch.tensor([5, 0, -1, 2, 2, -6])]),
     (aten.index.Tensor, torch.randn(3, 12), [None, ids(12, 6, 2)]),
-    (aten.index_select.default, torch.randn(2, 6, 3), 1, ids(6, 6)),
+    (aten.index_select.default, torch.randn(2, 7, 3), 1, ids(7, 6)),
     (aten.gather.default, torch.randn(6, 12), 1, ids(12, 6, 2)),
 ]
 

@@ -1,0 +1,86 @@
+"""Statistics, losses and normalisers of the whole batch (``batch_models.py``): those of one process for every plan, and
+for every number of microbatches that is legal; else refused in one line."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.errors import AutoparError
+from autopar.passes.complete_layouts import complete_layouts
+from autopar.passes.facts import fact
+from autopar.passes.layout import Axis, Mesh
+from autopar.passes.lower import Lowerable
+from autopar.passes.split_prologue import copy_graph
+
+MODELS = Path(__file__).with_name("batch_models.py")
+FACTORIES = re.findall(r"^@(batch|whole)\ndef (\w+)", MODELS.read_text(), re.MULTILINE)
+PLANS: list[dict[str, int]] = [{"dp": 2}, {"tp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "zero": 3}, {"dp": 4, "zero": 1}]
+IN_MICROBATCHES: list[dict[str, int]] = [
+    {"dp": 2, "microbatches": 2},
+    {"tp": 2, "microbatches": 3},
+    {"dp": 2, "zero": 3, "microbatches": 3},
+]
+
+Judges = Callable[[str], Any]
+
+
+@pytest.mark.parametrize(("kind", "name"), FACTORIES, ids=[name for _, name in FACTORIES])
+def test_equal_to_one_process(kind: str, name: str, judge_of: Judges) -> None:
+    judge, index = judge_of(f"{MODELS}:{name}"), [n for _, n in FACTORIES].index(name)
+    judge.spec()
+    for plan in (PLANS[index % 5], PLANS[(index + 2) % 5]):
+        judge.pinned(**plan)
+    judge.random(index)
+    plan = IN_MICROBATCHES[index % 3]
+    if kind == "batch":
+        judge.pinned(**plan)
+        return
+    with pytest.raises(AutoparError, match=rf"{MODELS.name}:\d+.*needs the whole batch at once.*Set microbatches=1\."):
+        judge.pinned(**plan)
+
+
+def test_no_valid_token_is_nan_as_in_eager(judge_of: Judges) -> None:
+    for name in ("no_valid_token", "nothing_in_the_mask"):
+        assert judge_of(f"{MODELS}:{name}").reference.loss.isnan()
+    assert judge_of(f"{MODELS}:valid_token_in_one_row_only").reference.loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "plan", [{"dp": 4}, {"dp": 4, "microbatches": 3}, {"dp": 2, "tp": 2, "microbatches": 6}], ids=str
+)
+def test_ranks_and_microbatches_without_a_valid_token(plan: dict[str, int], judge_of: Judges) -> None:
+    for name in ("valid_token_in_one_row_only", "no_valid_token", "mean_over_a_mask"):
+        judge_of(f"{MODELS}:{name}").pinned(**plan)
+
+
+@pytest.mark.parametrize("name", [n for _, n in FACTORIES if n.startswith("batch_norm")])
+def test_two_axes_cut_what_batch_norm_takes_statistics_of(name: str, judge_of: Judges) -> None:
+    judge = judge_of(f"{MODELS}:{name}")
+    prepared, captured = judge.prepared(1), judge.captured
+    inputs = frozenset(i.name for i in captured.inputs if i.batch)
+    gm, _ = complete_layouts(
+        copy_graph(prepared.body),
+        Mesh((Axis("a", 2), Axis("b", 3))),
+        parameters=frozenset(captured.parameters),
+        batch_inputs=inputs,
+        batch=captured.batch,
+        divided=(),
+    )
+    norms = [n for n in gm.graph.nodes if n.target is torch.ops.autopar.batch_norm.default]
+    assert norms and all(c.kind == "special" for n in norms for c in fact(n).strategy.choices)
+    used = {str(n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+    held = (
+        tuple(n for n in known if n in used) for known in (captured.parameters, captured.buffers, captured.constants)
+    )
+    judge.assert_equal(Lowerable(gm, Mesh((Axis("a", 2), Axis("b", 3))), *held, tuple(sorted(inputs))), name)
+
+
+def test_counters_of_batch_norm_count_a_step_once(judge_of: Judges) -> None:
+    buffers = judge_of(f"{MODELS}:batch_norm_1d_of_sequences_cumulative").reference.buffers
+    assert buffers["norm.num_batches_tracked"] == 1

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.autocast_casts import Autocast
 from autopar.errors import AutoparError
 from autopar.name_dtypes import name_dtypes
+from autopar.rejoin import rejoin
 from autopar.traps import VALUES, is_users
 
 aten = torch.ops.aten
@@ -47,6 +48,7 @@ def clean_graph(
     outputs = inliner.top(program)
     inliner.graph.output({"outputs": outputs, "buffers": {}})
     graph = inliner.graph
+    rejoin(graph)
     _drop_dead(graph)
     name_dtypes(graph)
     for node in graph.nodes:

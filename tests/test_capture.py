@@ -725,3 +725,23 @@ def test_a_function_whose_backward_is_the_derivative_is_its_ops() -> None:
     got = torch.autograd.grad(loss, list(model.parameters()))
     want = torch.autograd.grad(model(x), list(model.parameters()))
     torch.testing.assert_close(got, want)
+
+
+def test_lists_of_rows_that_are_joined_again() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.f(x)
+            flat = torch.cat(list(h), dim=0) + torch.cat(list(h.split(1))).flatten(0, 1)
+            back, turned = torch.stack(list(h), 0), torch.stack(list(h), 2)
+            wide = torch.cat(h.unbind(0), dim=-1).sum(0) + torch.cat(torch.chunk(h, h.shape[0]), 0).flatten()[0]
+            back.mul_(2)
+            return flat.sin().sum() + (h * back).sum() + turned.cumsum(1).sum() + wide.pow(2).sum()
+
+    captured = capture(Rows(), (torch.randn(6, 3, 4),))
+    targets = {n.target for n in captured.graph.graph.nodes}
+    assert captured.checked == "equal"
+    assert not targets & {torch.ops.aten.unbind.int, torch.ops.aten.split.Tensor, torch.ops.aten.cat.default}

@@ -33,11 +33,13 @@ from autopar.plan import (
     PlanAxis,
     PlanClass,
     Predicted,
+    Rng,
     Stage,
     Unit,
     choice_to_text,
 )
 from autopar.rests import one_nesting
+from autopar.runtime.counter_random import draws
 
 DTYPES = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -75,6 +77,7 @@ def plan_of(
         inputs={n.name: str(produced_layout(n)) for n in gm.graph.nodes if n.op == "placeholder"},
         parameters={fqn: _parameter(captured, n, rests[fqn], mesh) for fqn, n in nodes.items()},
         padding=_padding(nodes, rests, mesh),
+        rng=Rng("counter" if any(draws(n.target) for n in gm.graph.nodes) else "none"),
         predicted=Predicted(fallback=_without_rule(gm)),
     )
 

@@ -19,7 +19,7 @@ from autopar.passes.means_to_sums import NARROW, arguments
 aten, ops = torch.ops.aten, torch.ops.autopar
 Made = fx.Node | Sequence[fx.Node]
 
-ALPHA = -1.7580993408473766  # what selu gives at minus infinity
+ALPHA = 1.7580993408473766  # what selu comes to at minus infinity, without its sign
 DIGITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24, torch.float64: 53}
 
 
@@ -46,7 +46,7 @@ def counter_random(gm: fx.GraphModule) -> fx.GraphModule:
             node.replace_all_uses_with(made)
         for user in list(node.users):
             assert user.target is operator.getitem and not isinstance(made, fx.Node)
-            user.replace_all_uses_with(made[user.args[1]])  # type: ignore[index]
+            user.replace_all_uses_with(made[user.args[1]])
             graph.erase_node(user)
         graph.erase_node(node)
     graph.lint()
@@ -131,7 +131,7 @@ def _noise(draw: Draw, kept: fx.Node, p: float) -> fx.Node:
 
 
 def _alpha_dropout(draw: Draw) -> fx.Node:
-    """What is dropped becomes ALPHA; then mean and variance are put back."""
+    """What is dropped becomes -ALPHA; then mean and variance are put back."""
     x, p = draw.first, draw.given["p"]
     if p == 1:
         return draw(aten.mul.Tensor, x, 0)
@@ -239,9 +239,9 @@ def _bernoulli(draw: Draw) -> fx.Node:
 
 
 def _randint(draw: Draw) -> fx.Node:
-    """Whole numbers in [low, high), of 53 bits; for ``random_`` the bounds have other names."""
+    """Whole numbers in [low, high), of 53 bits. ``random_`` calls the bound ``to``; a ``from`` cannot be traced."""
     size, _, like = _what(draw)
-    low = draw.given.get("low", draw.given.get("from", 0))
+    low = draw.given.get("low", 0)
     high = draw.given.get("high", draw.given.get("to"))
     if not isinstance(high, int):
         raise _refusal(draw.node, "without bounds that are numbers", "Use torch.randint(low, high, size)")

@@ -100,8 +100,9 @@ def _hashes(
     assert outer.numel() * inner.numel() == made.numel(), f"{piece} of {shape} is no piece of shape {made.shape}"
     outer = outer + _signed(_mix(_mix(key) ^ _mix(draw)))
     rows = max(1, AT_ONCE.get(made.device.type, MANY) // max(1, inner.numel()))
-    for some, start in zip(made.view(len(outer), len(inner)).split(rows), outer.split(rows), strict=True):
-        yield some, _hash(start[:, None] + inner)
+    matrix = made.view(len(outer), len(inner))
+    for start in range(0, len(outer), rows):
+        yield matrix[start : start + rows], _hash(outer[start : start + rows, None] + inner)
 
 
 def _hash(z: Tensor) -> Tensor:
@@ -135,7 +136,7 @@ def _uniform_like(x: Tensor, **place: Any) -> Tensor:
     bits = BITS[x.dtype]
     for rows, hashes in _hashes(made, **place):
         numbers = hashes.bitwise_right_shift_(64 - bits).add_(2 ** (bits - 1))
-        torch.mul(numbers, 2.0**-bits, out=rows)
+        rows.copy_(numbers).mul_(2.0**-bits)
     return made
 
 

@@ -705,3 +705,98 @@ def empty_cache() -> Built:
         return F.mse_loss(F.scaled_dot_product_attention(q, k, v, is_causal=True), y)
 
     return net(forward, qkv=nn.Linear(6, 18)), (torch.randn(B, 4, 6), torch.randn(B, 4, 6)), {}
+
+
+# -- random --
+
+
+@small
+def dropout_of_every_form() -> Built:
+    def forward(self, x, y):
+        h = F.dropout(F.gelu(self.a(x)) + 0, 0.2, inplace=True)
+        h = F.dropout1d(F.alpha_dropout(h, 0.1, True), 0.3)
+        return F.mse_loss(x + F.dropout(self.b(h), 0.1), y)
+
+    return (
+        net(forward, a=nn.Linear(12, 24), b=nn.Linear(24, 12)),
+        (torch.randn(B, 6, 12), torch.randn(B, 6, 12)),
+        {},
+    )
+
+
+@small
+def masks_are_gradients() -> Built:
+    """The gradients of ones are the masks themselves."""
+
+    def forward(self, x):
+        rows = F.dropout(self.ones.expand_as(x) * x, 0.5)
+        return rows.sum() + (F.dropout(self.more * 2, 0.3) * torch.rand_like(self.more)).sum() + self.a(x).sum()
+
+    ones = nn.Parameter(torch.ones(6, 12))
+    return net(forward, ones=ones, more=par(4, 8), a=nn.Linear(12, 2)), (torch.randn(B, 6, 12),), {}
+
+
+@small
+def attention_dropout_causal_grouped() -> Built:
+    def forward(self, x, y):
+        q, k, v = heads(self.q(x), 4), heads(self.k(x), 2), heads(self.v(x), 2)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=0.2, enable_gqa=True)
+        return F.mse_loss(F.dropout(self.o(joined(a)), 0.1), y)
+
+    return (
+        net(forward, q=nn.Linear(12, 16), k=nn.Linear(12, 8), v=nn.Linear(12, 8), o=nn.Linear(16, 12)),
+        (torch.randn(B, 6, 12), torch.randn(B, 6, 12)),
+        {},
+    )
+
+
+@small
+def transformer_layers_with_dropout() -> Built:
+    layer = nn.TransformerEncoderLayer(12, 4, 24, dropout=0.1, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x, y, padding):
+        return F.mse_loss(self.model(x, src_key_padding_mask=padding), y)
+
+    padding = torch.arange(6) > torch.arange(B)[:, None] % 4 + 2
+    return net(forward, model=model), (torch.randn(B, 6, 12), torch.randn(B, 6, 12), padding), {}
+
+
+@small
+def stochastic_depth() -> Built:
+    """Rows are dropped in timm's way and in torchvision's."""
+
+    def forward(self, x, y):
+        keep = x.new_empty((x.shape[0],) + (1,) * (x.ndim - 1)).bernoulli_(0.7)
+        x = x + self.a(x) * keep.div_(0.7)
+        noise = torch.empty([x.shape[0]] + [1] * (x.ndim - 1), dtype=x.dtype, device=x.device)
+        noise = noise.bernoulli_(0.8).div_(0.8)
+        return F.mse_loss(x + self.b(x).relu() * noise, y)
+
+    return (
+        net(forward, a=nn.Linear(12, 12), b=nn.Linear(12, 12)),
+        (torch.randn(B, 6, 12), torch.randn(B, 6, 12)),
+        {},
+    )
+
+
+@small
+def numbers_of_every_distribution() -> Built:
+    def forward(self, x, y):
+        h = self.a(x)
+        mean, spread = h.chunk(2, -1)
+        h = mean + torch.randn_like(mean) * spread.exp() + torch.rand(12) * 0.1 + torch.rand(x.shape) * 0.1
+        h = F.rrelu(h, 0.1, 0.4, True) + torch.bernoulli(h.sigmoid()) + torch.normal(0.0, 1.0, (6, 12))
+        h = h * F.gumbel_softmax(h, 0.7) + torch.empty_like(h).uniform_(-1, 1)[:, torch.randperm(6)]
+        return F.mse_loss(h * torch.randint(0, 3, (6, 1)), y)
+
+    return net(forward, a=nn.Linear(12, 24)), (torch.randn(B, 6, 12), torch.randn(B, 6, 12)), {}
+
+
+@small
+def lstm_with_dropout_between_layers() -> Built:
+    def forward(self, x, y):
+        return F.mse_loss(self.head(self.rnn(x)[0]), y)
+
+    rnn = nn.LSTM(12, 6, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True)
+    return net(forward, rnn=rnn, head=nn.Linear(12, 12)), (torch.randn(B, 6, 12), torch.randn(B, 6, 12)), {}

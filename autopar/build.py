@@ -20,7 +20,7 @@ from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
 from autopar.passes.divide_work import Keep, Option, Undivided, flops
 from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, value
-from autopar.passes.insert_changes import is_getitem, produced_layout
+from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Lowerable
 from autopar.passes.roles import divides_nothing
@@ -200,8 +200,7 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), made.order, (), (made.results[index],)))
     prologue = None
     if prepared.prologue is not None:
-        inputs = {n.name: produced_layout(n) for n in gm.graph.nodes if n.op == "placeholder"}
-        prologue = complete_prologue(copy_graph(prepared.prologue), mesh, inputs)
+        prologue = complete_prologue(copy_graph(prepared.prologue), mesh, gm)
     used = {str(n.target) for g in (gm, prologue) if g is not None for n in g.graph.nodes if n.op == "get_attr"}
     return Lowerable(
         body=gm,

@@ -18,6 +18,7 @@ from autopar.passes.changes import cost
 from autopar.passes.completion import Completion, is_op, produced_parts
 from autopar.passes.divide_work import Keep, Undivided, divide_work
 from autopar.passes.facts import KEY, Choice, Strategy, Value, fact, is_tensor, operand_nodes, value
+from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Axis, Layout, Mesh, Split
 from autopar.passes.moves import STEP
 from autopar.passes.strategy import Proposal, rule
@@ -133,13 +134,15 @@ def _outermost(layout: Layout, axis: int, mesh: Mesh) -> Layout:
     return layout
 
 
-def complete_prologue(gm: fx.GraphModule, mesh: Mesh, inputs: Mapping[str, Layout]) -> fx.GraphModule:
-    """Strategies for what is computed once a step. ``inputs``: how the body reads each placeholder. A rank has its rows
-    of all microbatches, one after another. What arrives cut is followed, results leave invariant."""
+def complete_prologue(gm: fx.GraphModule, mesh: Mesh, body: fx.GraphModule) -> fx.GraphModule:
+    """Strategies for what is computed once a step. ``body``: completed; it says how inputs and frozen parameters come.
+    A rank has its rows of all microbatches, one after another. What arrives cut is followed, results leave invariant.
+    """
+    leaves = [n for n in body.graph.nodes if n.op in ("placeholder", "get_attr")]
+    taken = {(n.op, n.target): produced_layout(n) for n in leaves}
     state = Completion(gm, mesh)
     for node in state.leaves:
-        if node.op == "placeholder":
-            state.leaves[node] = _joined(inputs[node.name], mesh)
+        state.leaves[node] = _joined(taken[node.op, node.target], mesh)
     for axis in mesh.space:
         follow(state, axis)
     record(state, 0, ())

@@ -16,8 +16,7 @@ from autopar.evaluate import WIDER
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_prologue
 from autopar.passes.counter_random import counter_random
-from autopar.passes.facts import fact
-from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.layout import Axis, Mesh
 from autopar.passes.lower import Lowerable, lower, with_changes
 from autopar.passes.random_layouts import random_layouts
 from autopar.passes.spec import check
@@ -83,8 +82,7 @@ class StackedJudge:
         body = random_layouts(copy_graph(prepared.body), mesh, parameters, batch_inputs, seed, one_nesting, hoisted)
         prologue = None
         if prepared.prologue is not None:
-            inputs = {n.name: _layout(n) for n in body.graph.nodes if n.op == "placeholder"}
-            prologue = complete_prologue(copy_graph(prepared.prologue), mesh, inputs)
+            prologue = complete_prologue(copy_graph(prepared.prologue), mesh, body)
         graphs = [g.graph for g in (body, prologue) if g is not None]
         used = {str(n.target) for g in graphs for n in g.nodes if n.op == "get_attr"}
         names = (captured.parameters, captured.buffers, captured.constants)
@@ -105,9 +103,3 @@ class StackedJudge:
         """Within the fp64 limits."""
         worst = self.distances(lowerable)[0]
         assert worst.rel <= FP64.limits[worst.kind], f"{what}: {worst}"
-
-
-def _layout(node: Any) -> Layout:
-    strategy = fact(node).strategy
-    assert strategy is not None and strategy.results[0] is not None
-    return strategy.results[0]

@@ -26,7 +26,6 @@ from autopar.build import copy_graph, prepare
 from autopar.capture import Capture, capture, double, run_graph, to_float64
 from autopar.loading import ModelSpec
 from autopar.passes.complete_layouts import complete_prologue
-from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Axis, Mesh
 from autopar.passes.lower import Lowerable, lower, with_changes
 from autopar.passes.random_layouts import random_layouts
@@ -101,8 +100,7 @@ def drawn(name: str, seed: int, mesh: Mesh, one_nesting: bool = False) -> Lowera
     )
     prologue = None
     if prepared.prologue is not None:
-        read = {n.name: produced_layout(n) for n in body.graph.nodes if n.op == "placeholder"}
-        prologue = complete_prologue(copy_graph(prepared.prologue), mesh, read)
+        prologue = complete_prologue(copy_graph(prepared.prologue), mesh, body)
     used = {str(n.target) for g in (body, prologue) if g is not None for n in g.graph.nodes if n.op == "get_attr"}
     return with_changes(
         Lowerable(

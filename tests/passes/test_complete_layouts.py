@@ -102,6 +102,21 @@ def test_a_prologue_has_every_microbatch_as_a_part(tools: Any) -> None:
     prologue, body, _ = split_prologue(gm)
     assert prologue is not None
     body = complete(model, body, mesh, 6)
-    read = {n.name: produced_layout(n) for n in body.graph.nodes if n.op == "placeholder"}
-    (rows,) = (n for n in complete_prologue(prologue, mesh, read).graph.nodes if n.op == "placeholder")
+    (rows,) = (n for n in complete_prologue(prologue, mesh, body).graph.nodes if n.op == "placeholder")
     assert str(produced_layout(rows)) == "S0(4+2) R"
+
+
+def test_a_prologue_takes_frozen_parameters_as_the_body_does(tools: Any) -> None:
+    class Weighted(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).square().sum() / (x * self.frozen).square().sum()
+
+    model, mesh = Weighted(4, 4), Mesh((Axis("dp", 2), Axis("time", 2, (4, 2))))
+    model.register_parameter("frozen", nn.Parameter(torch.randn(4), requires_grad=False))
+    gm = graph(tools, model, torch.randn(6, 4))
+    annotate(gm, lambda name: name != "frozen")
+    prologue, body, _ = split_prologue(run(gm, ("hoist_normalisers",)))
+    assert prologue is not None
+    body = complete(model, body, mesh, 6, zero=3)
+    (frozen,) = (n for n in complete_prologue(prologue, mesh, body).graph.nodes if n.op == "get_attr")
+    assert str(produced_layout(frozen)) == "S0 R"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import autopar.runtime.collectives
 import autopar.runtime.ops  # noqa: F401  registers the library ops
 from autopar.passes.changes import Step
 from autopar.passes.facts import Value, call, fact, operand_nodes, value
-from autopar.passes.layout import Layout, Mesh, parts_before
+from autopar.passes.layout import Layout, Mesh, Split, parts_before
 
 ops = torch.ops.autopar
 
@@ -37,6 +37,7 @@ class Emitter:
         self.microbatch: fx.Node | None = None
         self.key: fx.Node | None = None  # what random ops draw by
         self.at: fx.Node | None = None  # the global node being lowered
+        self.made: dict[Hashable, fx.Node] = {}  # what several nodes need, made once
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A local call_function node; its ``meta["val"]`` has the local shape."""
@@ -78,6 +79,23 @@ class Emitter:
     def shape(self, node: fx.Node) -> tuple[int, ...]:
         """Local shape of a local node."""
         return tuple(node.meta["val"].shape)
+
+    def once(self, key: Hashable, make: Callable[[], fx.Node]) -> fx.Node:
+        """What ``make`` emits, the same node for equal keys. A key must not hang on the rank: all run the same ops."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
+
+    def positions(self, length: int, split: Split) -> fx.Node:
+        """Where in a dim of ``length``, cut so, the elements of this rank stand: int64, in the order it holds them."""
+        (runs,) = Layout("", (split,)).runs((length,), self.mesh, self.coordinates)
+
+        def make() -> fx.Node:
+            options = {"dtype": torch.int64, "device": self.device}
+            pieces = [self.call(torch.ops.aten.arange.start, lo, lo + n, **options) for lo, n in runs]
+            return pieces[0] if len(pieces) == 1 else self.call(torch.ops.aten.cat.default, pieces)
+
+        return self.once(("positions", length, split), make)
 
     def all_reduce(self, x: fx.Node, axis: int, dual: str = "none") -> fx.Node:
         """P>I (``dual="none"``) or P>R (``dual="all_reduce"``) of a local node."""

@@ -28,8 +28,8 @@ from autopar.passes.emit import Emitter
 from autopar.passes.facts import fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
 from autopar.passes.layout import SHARD, Mesh
-from autopar.passes.rules.core import LOCALIZE
-from autopar.passes.strategy import special_of
+from autopar.passes.rules.core import LOCALIZE, PLACES
+from autopar.passes.strategy import at_positions, special_of
 from autopar.runtime.counter_random import draws, runs_of
 
 
@@ -114,6 +114,8 @@ def lower_node(node: fx.Node, emitter: Emitter) -> fx.Node:
     special = next(((a, c.name) for a, c in enumerate(strategy.choices) if c.kind == "special"), None)
     if special is not None:
         local = special_of(node, special[1]).lower(emitter, node, special[0])
+    elif any(at_positions(node, c) for c in strategy.choices):
+        local = PLACES[node.target](emitter, node)
     else:
         args, kwargs = emitter.args(node)
         localize = LOCALIZE.get(node.target)

@@ -66,6 +66,8 @@ def strategy(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice], order: Iterabl
     ``order``: all axes, outermost first; where two axes cut the same dim they nest in this order, time outermost.
     """
     order = tuple(sorted(order, key=lambda a: not mesh.axes[a].is_time))
+    if mesh.time is not None and at_positions(node, chosen[mesh.time]):
+        return None
     key = (call_key(node), mesh, tuple(chosen), order)
     if key not in _FOUND:
         if len(_FOUND) > MOST_FOUND:
@@ -257,6 +259,12 @@ def share(node: fx.Node, choice: Choice, axis: Axis) -> float:
         lengths = choice.parts or _lengths(node, choice.name)
     items = choice.items or math.gcd(*lengths)
     return -(-items // axis.size) / items
+
+
+def at_positions(node: fx.Node, choice: Choice) -> bool:
+    """Whether a choice cuts a factor along which results hang on where they stand."""
+    found = rule(node) if choice.kind == "factor" else None
+    return found is not None and choice.name in found.positions
 
 
 def special_of(node: fx.Node, name: str) -> Special:

@@ -75,7 +75,8 @@ class Rule:
     ``sizes``: length of each factor that shares a dim with others. ``whole``: factors that never split. ``outside``:
     operand index -> the summed factors it stands outside of (it is ``P`` when one of them is split). ``linear``: groups
     of operand indices in which the op is jointly, homogeneously linear. A factor that is in no result may be split only
-    if the results are the plain sum of the pieces' results: else list it in ``whole``.
+    if the results are the plain sum of the pieces' results: else list it in ``whole``. ``positions``: factors along
+    which the result hangs on where it stands: never cut over time, lowered by what `placed` registers.
     """
 
     operands: tuple[Dims, ...]
@@ -85,6 +86,7 @@ class Rule:
     outside: Mapping[int, frozenset[str]] = field(default_factory=dict)
     linear: tuple[frozenset[int], ...] = ()
     specials: tuple[Special, ...] = ()
+    positions: frozenset[str] = frozenset()
 
     def factors(self) -> tuple[str, ...]:
         """The factors that may be split, in order of appearance."""
@@ -100,8 +102,12 @@ Localize = Callable[[fx.Node, tuple[Any, ...], dict[str, Any], Any], tuple[tuple
 strategy on it), ``args``/``kwargs`` are its own with operands already replaced by local nodes; ``sizes.results`` and
 ``sizes.operands`` are tuples of local shapes."""
 
+Place = Callable[["Emitter", fx.Node], fx.Node]
+"""Emits a node that is cut along a factor of its rule's ``positions``: what the op makes where this rank stands."""
+
 RULES: dict[Any, Callable[[fx.Node], Rule | None]] = {}
 LOCALIZE: dict[Any, Localize] = {}
+PLACES: dict[Any, Place] = {}
 
 
 def factors(*targets: Any) -> Callable[[Callable[[fx.Node], Rule | None]], Callable[[fx.Node], Rule | None]]:
@@ -123,6 +129,18 @@ def localizes(*targets: Any) -> Callable[[Localize], Localize]:
         for target in targets:
             assert target not in LOCALIZE, f"second localiser for {target}"
             LOCALIZE[target] = function
+        return function
+
+    return register
+
+
+def placed(*targets: Any) -> Callable[[Place], Place]:
+    """Register how ops are lowered where they are cut along positions."""
+
+    def register(function: Place) -> Place:
+        for target in targets:
+            assert target not in PLACES, f"second placement for {target}"
+            PLACES[target] = function
         return function
 
     return register

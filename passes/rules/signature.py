@@ -62,6 +62,7 @@ class Call:
         sizes: dict[str, int] | None = None,
         whole: Iterable[str] = (),
         specials: tuple[Special, ...] = (),
+        positions: Iterable[str] = (),
     ) -> Rule:
         """A `Rule` with dims by argument name: one `Dims`, or for a list argument one per tensor. Tensor arguments that
         are not named are never split. Linear groups with an operand that would lose digits in the result are dropped.
@@ -84,6 +85,7 @@ class Call:
             {self.slots[n][0]: frozenset(f) for n, f in (outside or {}).items() if self.has(n)},
             tuple(dict.fromkeys(kept)),
             specials,
+            frozenset(positions),
         )
 
 

@@ -18,8 +18,8 @@ from autopar.passes.emit import Emitter
 from autopar.passes.facts import KEY, Choice, Strategy, annotate, call, fact, operand_nodes
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.make_local import Sizes
-from autopar.passes.rules.core import LOCALIZE, rule_of
-from autopar.passes.strategy import Proposal, choices, special_of, strategy
+from autopar.passes.rules.core import LOCALIZE, PLACES, rule_of
+from autopar.passes.strategy import Proposal, at_positions, choices, special_of, strategy
 from autopar.runtime.stacked import run_stacked
 
 TOLERANCE = 1e-10  # of the largest element, in float64
@@ -140,11 +140,10 @@ def run_split(node: fx.Node, chosen: Strategy, mesh: Mesh, operands: Tensors, wh
     pieces = [distribute(x, layout, mesh) for x, layout in zip(operands, chosen.operands)]
     frozen = FROZEN.get(node.target, ())
     leaves = [{c: leaf(x, i not in frozen) for c, x in piece.items()} for i, piece in enumerate(pieces)]
-    if special is None:
+    if special is None and not any(at_positions(node, c) for c in chosen.choices):
         outs = {c: run_local(node, chosen, mesh, c, [x[c] for x in leaves]) for c in coordinates(mesh)}
     else:
-        axis = next(a for a, c in enumerate(chosen.choices) if c.kind == "special")
-        outs = run_special(node, chosen, mesh, special, axis, leaves)
+        outs = run_emitted(node, chosen, mesh, leaves)
     flows = []
     for i, result in enumerate(whole.results):
         layout = chosen.results[i]
@@ -179,10 +178,10 @@ def run_local(node: fx.Node, chosen: Strategy, mesh: Mesh, at: tuple[int, ...], 
     return outs
 
 
-def run_special(
-    node: fx.Node, chosen: Strategy, mesh: Mesh, name: str, axis: int, leaves: list[dict[tuple[int, ...], torch.Tensor]]
+def run_emitted(
+    node: fx.Node, chosen: Strategy, mesh: Mesh, leaves: list[dict[tuple[int, ...], torch.Tensor]]
 ) -> dict[tuple[int, ...], Tensors]:
-    """The special's lowering on every rank, run by the stacked interpreter."""
+    """The lowering of a special, or of a cut along positions, on every rank, run by the stacked interpreter."""
     node.meta[KEY] = replace(fact(node), strategy=chosen)
     programs = []
     for at in coordinates(mesh):
@@ -191,7 +190,9 @@ def run_special(
         for operand, piece in zip([n for n in node.graph.nodes if n.op == "placeholder"], leaves):
             emitter.env[operand] = emitter.graph.placeholder(operand.name)
             emitter.env[operand].meta["val"] = piece[at].to("meta")
-        emitter.graph.output(special_of(node, name).lower(emitter, node, axis))
+        special = next(((c.name, a) for a, c in enumerate(chosen.choices) if c.kind == "special"), None)
+        lowered = special_of(node, special[0]).lower(emitter, node, special[1]) if special else None
+        emitter.graph.output(lowered or PLACES[node.target](emitter, node))
         programs.append(fx.GraphModule(torch.nn.Module(), emitter.graph))
     ranks = {at: rank for rank, at in enumerate(coordinates(mesh))}
     groups = {}

@@ -78,6 +78,13 @@ ATTENTION = [
     sample(SDPA, x(6, 4, 8), x(6, 6, 8), x(6, 6, 8)),
 ]
 
+POSITIONS = [
+    sample(aten.arange.default, 12),
+    sample(aten.arange.start_step, 5, 29, 2, dtype=torch.float64),
+    sample(aten.eye.default, 6),
+    sample(aten.eye.m, 6, 12, dtype=torch.bool),
+]
+
 LOOKUPS = [
     sample(aten.embedding.default, x(12, 6), i(12, 6, 2)),
     sample(aten.embedding.default, x(12, 6), i(12, 6, 2), 7),
@@ -311,7 +318,7 @@ POINTWISE = [
 ]
 
 TABLE = [
-    *PRODUCTS, *ATTENTION, *LOOKUPS, *LOSSES, *NORMS, *SAMPLES, *CONVOLUTIONS, *POOLS, *RECURRENT,
+    *PRODUCTS, *ATTENTION, *POSITIONS, *LOOKUPS, *LOSSES, *NORMS, *SAMPLES, *CONVOLUTIONS, *POOLS, *RECURRENT,
     *VIEWS, *PARTS, *REDUCTIONS, *INDEXING, *POINTWISE,
 ]  # fmt: skip
 

@@ -31,13 +31,18 @@ DROPOUTS = {
     aten.alpha_dropout.default,
     aten.feature_alpha_dropout.default,
 }
+FRESH = {
+    aten.new_zeros.default: aten.zeros.default, aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default, aten.new_empty.default: aten.empty.memory_format,
+}  # fmt: skip
 READ_STRIDES = {aten.as_strided.default, aten.view.dtype, aten.view_as_complex.default}
 
 
 def drop_noops(gm: fx.GraphModule) -> fx.GraphModule:
     """Take out assertions, copies, casts that change no dtype, dropout that drops nothing, ``x * 1``, ``x / 1``,
     ``x + 0`` of integers, slices of everything, what ``cat`` is given without elements (an empty cache of keys, say),
-    and nodes that nobody reads. What casts remain are ``aten.to.dtype``.
+    and nodes that nobody reads. What casts remain are ``aten.to.dtype``; ``x.new_zeros(n)`` is ``zeros(n)``, as only
+    the type of x is read.
 
     A copy stays where an op reads the strides of memory (``as_strided``, ``view_as_complex``). In a functional graph
     nothing else can tell a tensor from its copy.
@@ -93,7 +98,12 @@ def joined(node: fx.Node, reached: Collection[fx.Node]) -> list[fx.Node]:
 
 def _drop(graph: fx.Graph, node: fx.Node) -> None:
     source = node.args[0] if node.args else None
-    if node.target in CASTS and is_tensor(node):
+    if node.target in FRESH:
+        how = {"dtype": node.meta["val"].dtype, "device": torch.device("cpu")}  # wherever it runs, it is that device
+        with graph.inserting_before(node):
+            node.replace_all_uses_with(call(graph, FRESH[node.target], node.args[1:], how, like=node))
+        graph.erase_node(node)
+    elif node.target in CASTS and is_tensor(node):
         assert isinstance(source, fx.Node)
         with graph.inserting_before(node):
             node.replace_all_uses_with(_cast(graph, node, source))

@@ -15,9 +15,9 @@ from autopar.passes.composites_to_parts import is_composite
 from autopar.passes.constants import Constants
 from autopar.passes.counter_random import is_random
 from autopar.passes.cross_entropy_keeps_dims import is_flat_loss
-from autopar.passes.drop_noops import ASSERTIONS, CASTS, is_noop, joined, trained
+from autopar.passes.drop_noops import ASSERTIONS, CASTS, FRESH, is_noop, joined, trained
 from autopar.passes.experts_in_token_order import is_grouped
-from autopar.passes.facts import KEY, Fact
+from autopar.passes.facts import KEY, RELAXED, Fact
 from autopar.passes.functionalize_mutations import is_mutating, is_tracking_instance_norm, is_training_batch_norm
 from autopar.passes.means_to_sums import is_mean
 from autopar.passes.rows_to_gathers import reads_rows
@@ -139,6 +139,8 @@ def _does_nothing(gm: fx.GraphModule) -> Iterator[str]:
             yield f"{node.name} ({node.target}) does nothing"
         elif node.target is aten.cat.default and len(joined(node, found)) < len(node.args[0]):
             yield f"{node.name} joins what has no elements"
+        elif node.target in FRESH:
+            yield f"{node.name} ({node.target}) reads a tensor for its type"
         elif node.target in CASTS and (node.target is not aten.to.dtype or len(node.args) != 2):
             yield f"{node.name} ({node.target}) is a cast in another form"
 
@@ -169,7 +171,7 @@ def _masks(node: fx.Node) -> bool:
 
 _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     "capture": _captured,
-    "counter_random": _each(is_random, "draws random numbers"),
+    "counter_random": _each(lambda n: is_random(n) and RELAXED not in n.meta, "draws random numbers"),
     "composites_to_parts": _each(is_composite, "is composed of other ops"),
     "functionalize_mutations": _each(
         lambda n: is_mutating(n.target) or is_training_batch_norm(n) or is_tracking_instance_norm(n), "writes in place"

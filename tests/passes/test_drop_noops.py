@@ -72,3 +72,17 @@ def test_pieces_without_elements_are_not_joined(tools: Any) -> None:
     check(after, "drop_noops")
     tools.same_numbers(gm, after, (x,))
     assert tools.numbers(after, (x,))[1]["nothing"].shape == (0, 4)
+
+
+def test_a_tensor_is_not_read_for_its_type(tools: Any) -> None:
+    class Fresh(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x * 2
+            return (x.sum() * y.new_zeros(2) + y.new_full((2,), 3) + y.new_ones(2, dtype=torch.float64).float()).sum()
+
+    x = torch.randn(2, 3)
+    gm = run(tools.export(Fresh(), (x,)), ("functionalize_mutations", "views_to_reshapes"))
+    after = drop_noops(tools.copy(gm))
+    check(after, "drop_noops")
+    tools.same_numbers(gm, after, (x,))
+    assert aten.mul.Tensor not in [n.target for n in after.graph.nodes if n.args[1:] == (2,)]

@@ -17,7 +17,7 @@ from autopar.autocast_casts import Autocast
 from autopar.errors import AutoparError
 from autopar.name_dtypes import name_dtypes
 from autopar.rejoin import rejoin
-from autopar.traps import VALUES, is_users
+from autopar.traps import REGION, VALUES, is_users
 
 aten = torch.ops.aten
 CHECKS = (  # assertions about metadata that capture has proved, or that a split run cannot repeat
@@ -294,7 +294,8 @@ def _floats(node: fx.Node) -> bool:
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:
-    """What is kept of a node's meta: its value on meta, the module stack, the lines of the user's own code."""
+    """What is kept of a node's meta: its value on meta, the module stack, the lines of the user's own code, the
+    checkpointed region."""
 
     def bare(v: Any) -> Any:
         if not isinstance(v, torch.Tensor) or any(isinstance(s, torch.SymInt) for s in v.shape):
@@ -309,6 +310,9 @@ def _meta(node: fx.Node) -> dict[str, Any]:
     if stack:
         kept = {k: v for k, v in stack.items() if v[0] == "model" or str(v[0]).startswith("model.")}
         meta["nn_module_stack"] = {k: (str(p)[len("model.") :], kind) for k, (p, kind) in kept.items()}
+    region = (node.meta.get("custom") or {}).get(REGION)
+    if region is not None:
+        meta[REGION] = region
     if node.meta.get("stack_trace"):
         meta["stack_trace"] = "\n".join(_users_frames(node.meta["stack_trace"])) or node.meta["stack_trace"]
     return meta

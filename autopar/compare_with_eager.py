@@ -86,8 +86,15 @@ def _eager(call: Call, rows: int, twice: bool) -> tuple[_Result, tuple[torch.Ten
 def _gradients(outputs: Sequence[torch.Tensor], wanted: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:
     if not wanted or not outputs or not outputs[0].requires_grad or outputs[0].ndim:
         return dict.fromkeys(wanted)
-    found = torch.autograd.grad(outputs[0], list(wanted.values()), allow_unused=True)
-    return dict(zip(wanted, found, strict=True))
+    held = {name: p.grad for name, p in wanted.items()}
+    try:
+        for p in wanted.values():
+            p.grad = None
+        outputs[0].backward()  # type: ignore[no-untyped-call]  # autograd.grad fails under reentrant checkpointing
+        return {name: p.grad for name, p in wanted.items()}
+    finally:
+        for name, p in wanted.items():
+            p.grad = held[name]
 
 
 @contextmanager

@@ -36,11 +36,8 @@ class Applied:
 
 
 @contextmanager
-def inlined(where: Callable[[], str], refuse: Callable[[type], None], applied: list[Applied]) -> Iterator[None]:
-    """While a model is traced, run ``forward`` of users' functions in place of ``apply`` and list the calls.
-
-    ``refuse``: raises for functions that cannot be taken at all; asked for every class that is not torch's own.
-    """
+def inlined(where: Callable[[], str], applied: list[Applied]) -> Iterator[None]:
+    """While a model is traced, run ``forward`` of users' functions in place of ``apply`` and list the calls."""
     module = torch.autograd.function
     asked: Callable[[Any], Any] = module._is_setup_context_defined
     active: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -50,10 +47,7 @@ def inlined(where: Callable[[], str], refuse: Callable[[type], None], applied: l
         # Function.apply asks this first; patching apply itself would miss ``fn = MyFunction.apply`` bound before
         cls = sys._getframe(1).f_locals.get("cls")
         if not isinstance(cls, type) or _is_torchs(cls):
-            if isinstance(cls, type):
-                refuse(cls)
             return asked(function)
-        refuse(cls)
         return True if asked(function) else _SecondTime()
 
     def transforms_active() -> bool:

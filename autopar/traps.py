@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 import torch.utils.checkpoint
 from torch import fx, nn
+from torch.fx.traceback import annotate, preserve_node_meta
 
 from autopar.custom_functions import Applied, inlined
 from autopar.errors import AutoparError
@@ -26,6 +27,7 @@ from autopar.errors import AutoparError
 TORCH = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.abspath(__file__))
 CONTEXTS = {contextlib.__file__, unittest.mock.__file__}
+REGION = "checkpoint"  # the key in a node's meta: which region of torch.utils.checkpoint it stands in
 VALUES = (
     "{where}: what runs here depends on the values of tensors (a plan must hold for every batch). Use torch.where or "
     "masks, or pass the decision as a Python argument."
@@ -128,7 +130,7 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, backward: bool) -> Non
 @contextmanager
 def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: list[Applied]) -> Iterator[None]:
     """While the model is traced: list custom backwards in ``applied`` and refuse tensor hooks where ``backward``
-    matters, and note checkpointed regions in ``hints``."""
+    matters, mark the nodes of checkpointed regions (``meta["custom"][REGION]``, counted) and note them in ``hints``."""
     names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
     regions: list[str] = []
 
@@ -142,31 +144,31 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: l
             return original_inference(self)
         raise AutoparError(f"{where_now(names)}: uses inference_mode (capture would drop it). Use torch.no_grad().")
 
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+    def checkpoint(*args: Any, **kwargs: Any) -> Iterator[None]:
         regions.append(where_now(names))
-        return original_checkpoint(*args, **kwargs)
+        with preserve_node_meta(), annotate({REGION: len(regions) - 1}):
+            yield from original_checkpoint(*args, **kwargs)
+
+    def reentrant(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        regions.append(where_now(names))  # without an operand that needs a gradient it gives none, to weights neither
+        learns = torch.is_grad_enabled() and any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+        with preserve_node_meta(), annotate({REGION: len(regions) - 1}), torch.set_grad_enabled(learns):
+            return run(*args)
 
     original_inference: Callable[[Any], None] = torch.inference_mode.__enter__
     original_hook = torch.Tensor.register_hook
     original_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint))
+        stack.enter_context(patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", reentrant))
         if backward:
-            stack.enter_context(inlined(lambda: where_now(names), lambda cls: _refuse_function(cls, names), applied))
+            stack.enter_context(inlined(lambda: where_now(names), applied))
             stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
             stack.enter_context(patch.object(torch.inference_mode, "__enter__", enter_inference))
         yield
     if regions:
         more = f" and {len(regions) - 1} more" if len(regions) > 1 else ""
-        hints.append(f"{regions[0]}{more}: checkpointed regions are dropped; recomputation is the plan's choice.")
-
-
-def _refuse_function(cls: type, names: dict[int, str]) -> None:
-    """Refuse the one autograd.Function of torch that a trace loses."""
-    if cls.__name__ == "CheckpointFunction" and cls.__module__ == "torch.utils.checkpoint":
-        raise AutoparError(
-            f"{where_now(names)}: uses reentrant checkpointing (capture loses its gradient). Use use_reentrant=False."
-        )
+        hints.append(f"{regions[0]}{more}: checkpointed regions are hints; recomputation is the plan's choice.")
 
 
 def refuse_failure(model: nn.Module, error: BaseException, rows: int, examples: int) -> AutoparError:

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from autopar.passes.layout import Layout
 
 KEY = "autopar"
+RELAXED = "autopar_relaxed"  # in the meta of random ops that may drop otherwise on every rank
 
 
 @dataclass(frozen=True)
@@ -172,7 +173,7 @@ def call(
             _MADE.clear()
         _MADE[asked] = _on_meta(target, *real)
     node.meta["val"] = _MADE[asked]
-    for key in ("nn_module_stack", "stack_trace", "from_node"):
+    for key in ("nn_module_stack", "stack_trace", "from_node", "checkpoint", RELAXED):
         if key in like.meta:
             node.meta[key] = like.meta[key]
     return node

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-import torch.utils.checkpoint
 from torch import nn
 
 from autopar.capture import capture, run_graph
@@ -112,13 +111,6 @@ def test_sync_batch_norm_of_some_ranks() -> None:
     norm = nn.SyncBatchNorm(4)
     norm.process_group = object()
     refused(Model(inner=norm), "inner: is a SyncBatchNorm of a group of ranks", "Leave out process_group")
-
-
-def test_reentrant_checkpoint() -> None:
-    def between(out):
-        return torch.utils.checkpoint.checkpoint(torch.sin, out, use_reentrant=True)
-
-    refused(Model(between), "Model (", HERE, "reentrant checkpointing", "use_reentrant=False")
 
 
 def test_autocast_around() -> None:

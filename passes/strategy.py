@@ -40,23 +40,29 @@ def rule(node: fx.Node) -> Rule | None:
 def choices(node: fx.Node, mesh: Mesh, axis: int, proposals: Iterable[Proposal] = ()) -> list[Choice]:
     """What ``node`` can do on ``axis`` with all other axes idle. ``proposals``: to offer besides the plain cut of a
     factor; they come first."""
-    over_time = mesh.axes[axis].is_time
+    over_time, size = mesh.axes[axis].is_time, mesh.axes[axis].size
     offered = [] if over_time else [INVARIANT]
     offered.append(REPLICATED)
     found = rule(node)
     if found is not None:
-        proposed = list(proposals)
+        proposed = [p for p in proposals if (p[1] or p[2]) and not (p[2] and (over_time or p[2] % size == 0))]
         for f in found.factors():
-            offered += [Choice("factor", f, p, items) for g, p, items in proposed if g == f and (p or items)]
+            offered += [Choice("factor", f, p, items) for g, p, items in proposed if g == f]
             offered.append(Choice("factor", f))
         offered += [Choice("linear", str(i)) for i in range(len(found.linear))]
         if not over_time:
             offered += [Choice("special", s.name) for s in found.specials]
-    idle = [REPLICATED] * len(mesh.axes)
+
+    def alone(choice: Choice) -> Strategy | None:
+        idle = [REPLICATED] * len(mesh.axes)
+        return strategy(node, mesh, [*idle[:axis], choice, *idle[axis + 1 :]], range(len(mesh.axes)))
+
     legal = []
     for choice in offered:
-        if strategy(node, mesh, [*idle[:axis], choice, *idle[axis + 1 :]], range(len(mesh.axes))) is not None:
-            legal.append(choice)
+        made = alone(choice)
+        plain = alone(replace(choice, items=0)) if made and choice.items else None
+        if made and not (plain and (plain.operands, plain.results) == (made.operands, made.results)):
+            legal.append(choice)  # in items only where that makes a difference
     return legal
 
 
@@ -216,9 +222,7 @@ def _items(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice]) -> dict[str, int
         common = math.gcd(*(parts or _lengths(node, name)))
         items = wanted or common
         even = cuts_evenly(items, Split(axes), mesh)
-        if wanted and (even or wanted == common or common % wanted):
-            return None  # in items only where that makes a difference
-        if not even and (len(axes) > 1 or not mesh.axes[axes[0]].fills(items)):
+        if not common or common % items or (not even and (len(axes) > 1 or not mesh.axes[axes[0]].fills(items))):
             return None
         found[name] = 0 if even else items
     return found

@@ -27,6 +27,7 @@ PREPARE = (
     "experts_in_token_order",
     "means_to_sums",
     "cross_entropy_keeps_dims",
+    "ops_keep_dims",
     "recognize_causal_masks",
 )
 """From the captured graph to one the rules divide well. ``annotate`` and ``hoist_normalisers`` come next."""

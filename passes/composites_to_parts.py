@@ -73,7 +73,7 @@ class _Part:
     made: Any
 
 
-class _Recorder(SchemaCheckMode):  # type: ignore[misc]  # the one kind of mode that may stand before autograd by itself
+class Recorder(SchemaCheckMode):  # type: ignore[misc]  # the one kind of mode that may stand before autograd by itself
     """Keeps every op as the dispatcher is asked for it, before it is taken apart any further."""
 
     def __init__(self) -> None:
@@ -99,7 +99,7 @@ def _parts(node: fx.Node) -> tuple[list[_Part], Any, list[Tensor]] | None:
         (node.args, dict(node.kwargs)),
     )
     try:
-        with torch.no_grad(), enable_python_dispatcher(), _Recorder() as recorder:
+        with torch.no_grad(), enable_python_dispatcher(), Recorder() as recorder:
             made = node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None
@@ -119,8 +119,8 @@ def _new_view(target: Any) -> Any:
     """``squeeze_`` and its like change what a tensor looks like: a view does."""
     if torch.Tag.inplace_view not in target.tags:
         return target
-    packet, _, overload = str(target).removeprefix("aten.").partition(".")
-    return getattr(getattr(aten, packet.removesuffix("_")), overload)
+    packet, _, overload = str(target).removeprefix("aten.").partition("_.")
+    return getattr(getattr(aten, packet), "int" if packet == "transpose" else overload)
 
 
 def _replaced(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
@@ -153,4 +153,4 @@ def _replaced(graph: fx.Graph, node: fx.Node) -> list[fx.Node]:
     return new
 
 
-__all__ = ["composites_to_parts", "is_composite"]
+__all__ = ["Recorder", "composites_to_parts", "is_composite"]

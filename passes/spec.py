@@ -20,6 +20,7 @@ from autopar.passes.experts_in_token_order import is_grouped
 from autopar.passes.facts import KEY, RELAXED, Fact
 from autopar.passes.functionalize_mutations import is_mutating, is_tracking_instance_norm, is_training_batch_norm
 from autopar.passes.means_to_sums import is_mean
+from autopar.passes.ops_keep_dims import region_of
 from autopar.passes.rows_to_gathers import reads_rows
 from autopar.passes.slices_to_splits import tilings
 from autopar.passes.views_to_reshapes import EXPANDS, RESHAPES, SPLITS, TRANSPOSES, counted_from_end
@@ -183,6 +184,9 @@ _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     "experts_in_token_order": _each(is_grouped, "is a product of sorted rows"),
     "means_to_sums": _each(is_mean, "is a mean"),
     "cross_entropy_keeps_dims": _each(is_flat_loss, "is a flat loss"),
+    "ops_keep_dims": _each(
+        lambda n: n.target is aten.reshape.default and region_of(n), "merges dims that are split again"
+    ),
     "recognize_causal_masks": _each(_masks, "has a mask and is causal"),
     "hoist_normalisers": _prologue,
 }

@@ -72,6 +72,8 @@ def items(node: fx.Node) -> Rule | None:
     outs = call.results()
     names = [n for n, slots in call.slots.items() if slots]
     shapes = {n: call.shape(n) for n in names}
+    if any(0 in s for s in shapes.values()):
+        return None
     if node.target is aten._linalg_solve_ex.default and shapes["B"] == shapes["A"][:-1]:
         before, after = (2, 1), (1, 2, 1, 0)  # B is a vector
     made = [(tuple(o.shape), n) for o, n in zip(outs, after, strict=True) if o is not None and o.numel()]

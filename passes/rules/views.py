@@ -30,7 +30,7 @@ def reshape(node: fx.Node) -> Rule | None:
     if 0 in before:
         return None
     left, right, sizes, whole = common_factors(before, after)
-    return call.rule(right, {"self": left}, linear=[call.group("self")], sizes=sizes, whole=whole)
+    return call.rule(right, {"self": left, "other": right}, linear=[call.group("self")], sizes=sizes, whole=whole)
 
 
 def common_factors(

@@ -48,6 +48,7 @@ def prepare(captured: Capture, microbatches: int, graph: fx.GraphModule | None =
     """Run PREPARE on a copy of the captured graph (or of ``graph``, the same in another precision)."""
     gm = copy_graph(graph or captured.graph)
     gm.meta["batch_inputs"] = {i.name for i in captured.inputs if i.batch}
+    gm.meta |= captured.relaxations
     gm = run(gm, PREPARE)
     _refuse_changed_constants(gm, captured)
     annotate(gm, captured.trainable)
@@ -166,6 +167,9 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
             f"{plan.model.graph[:15]}... is not {captured.hash[:15]}...). "
             f"Plan again, or give the batch and options it was made with."
         )
+    if dict(plan.relaxations) != dict(captured.relaxations):
+        told = [" ".join(f"{k}={v}" for k, v in r.items()) or "none" for r in (plan.relaxations, captured.relaxations)]
+        raise AutoparError(f"plan: $.relaxations: the plan has {told[0]}, the model was captured with {told[1]}.")
     mesh = mesh or plan_mesh(plan)
     gm = copy_graph(prepared.body)
     nodes, listed = ops_of(gm), list(_ops_of_units(plan))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -56,6 +56,7 @@ class Capture:
     signature: Signature
     outputs: Outputs
     hints: tuple[str, ...] = ()  # what the user should know, one line each
+    relaxations: Mapping[str, str] = field(default_factory=dict)  # what plans need not keep, as the user said
 
     @property
     def attributes(self) -> dict[str, torch.Tensor]:
@@ -102,6 +103,7 @@ def capture(
     loss: Loss | None = None,
     loss_required: bool = True,
     check: bool = True,
+    dropout: str = "exact",
 ) -> Capture:
     """Capture ``model(*args, **kwargs)`` in its current train or eval mode.
 
@@ -117,6 +119,8 @@ def capture(
             ``.loss`` or ``["loss"]`` of the output, or as a scalar that is first in a tuple.
         loss_required: False for forward only; nothing about gradients is then asked of the model.
         check: compare with eager on two rows where weights and inputs are real; leaves no trace on the model.
+        dropout: "exact": what is dropped is the same for every plan; "per-rank": a relaxation, under which torch's own
+            kernels, attention's fused ones too, drop otherwise on ranks that hold other pieces.
 
     Raises:
         AutoparError: the model or its inputs cannot be captured exactly; names the module and file:line.
@@ -127,6 +131,8 @@ def capture(
         >>> captured.batch, captured.checked
         (8, 'equal')
     """
+    if dropout not in ("exact", "per-rank"):
+        raise AutoparError(f"dropout: {dropout!r} is not known. Legal: 'exact', 'per-rank'.")
     refuse_model(model, backward=loss_required)
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise AutoparError(
@@ -166,6 +172,7 @@ def capture(
         signature=signature,
         outputs=whole.outputs,
         hints=hints,
+        relaxations={} if dropout == "exact" else {"dropout": dropout},
     )
 
 

@@ -71,6 +71,7 @@ class Parallel(Placed):
         plan: Plan | None,
         inputs: str,
         timeout: timedelta,
+        seed: int,
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(cluster.ranks)
@@ -83,6 +84,7 @@ class Parallel(Placed):
         self._modes = {module: module.training for module in model.modules()}
         self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
         self._options = dict(options)
+        self._seed, self._steps = seed, 0
         self._ranks: Ranks | None = None
         self._rests: dict[str, Layout] = {}
         self._ready: dict[bool, list[Ready]] = {True: [], False: []}  # of train mode there is one
@@ -175,7 +177,9 @@ class Parallel(Placed):
             if not self._held:
                 self._adopt(place(self._model[0], emitted.parameters, ranks))
                 self._rests = rests_of(plan)
-            return Program(emitted, self._names("step"), ranks, prepared.captured.constants)
+            program = Program(emitted, self._names("step"), ranks, prepared.captured.constants, self._seed)
+            program.steps = self._steps
+            return program
 
     def _data_ranks(self) -> int:
         """Into how many pieces the ranks cut the batch, as known before there is a plan."""
@@ -268,6 +272,19 @@ class Parallel(Placed):
             )
         return ready.program
 
+    @property
+    def steps(self) -> int:
+        """The steps of training so far, by which random ops draw. Set it, on every rank, to go on where a run ended."""
+        program = self._ready[True][0].program if self._ready[True] else None
+        return self._steps if program is None else program.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+        for ready in self._ready[True]:
+            if ready.program is not None:
+                ready.program.steps = steps
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over all parameters of the model, as one process would; the norm before."""
         if not self._ready[True]:
@@ -340,6 +357,8 @@ def compile(
     batch_dims: Mapping[str, int | None] | None = None,
     inputs: str = "global",
     timeout: timedelta = TIMEOUT,
+    seed: int = 0,
+    dropout: str | None = None,
 ) -> Parallel:
     """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank. Collective under torchrun.
 
@@ -348,7 +367,9 @@ def compile(
     step takes over all ranks (default: those of the examples). ``pins``: what is fixed, ``{"dp": 2, "tp": 2}``.
     ``plan``: a saved plan to use instead. ``loss``: see `autopar.capture.capture`. ``inputs``: ``"global"``: every rank
     gives `Parallel.step` the whole batch, ``"local"``: its own rows (also as example, where ``global_batch`` does not
-    say otherwise). ``timeout``: how long a rank waits for another.
+    say otherwise). ``timeout``: how long a rank waits for another. ``seed``: of random ops, the same on every rank;
+    what they draw depends on it, on the number of the step and on the place in the global tensor, never on the plan.
+    ``dropout``: ``"per-rank"`` is a relaxation: see `autopar.capture.capture` (default: the plan's, else ``"exact"``).
 
     Raises AutoparError, one line, for whatever cannot be done exactly as asked; NothingFits, with the plan that comes
     closest, where none that keeps the pins fits the memory of a rank.
@@ -377,8 +398,12 @@ def compile(
             f"torchrun --nproc-per-node {cluster.ranks}, or give Cluster.local(ranks={size})."
         )
     resolve(parsed, cluster.ranks)
-    options = {"global_batch": global_batch, "loss": loss, "batch_dims": batch_dims}
-    parallel = Parallel(model, cluster, pins=parsed, plan=found, inputs=inputs, timeout=timeout, options=options)
+    if dropout is None:
+        dropout = found.relaxations.get("dropout", "exact") if found is not None else "exact"
+    options = {"global_batch": global_batch, "loss": loss, "batch_dims": batch_dims, "dropout": dropout}
+    parallel = Parallel(
+        model, cluster, pins=parsed, plan=found, inputs=inputs, timeout=timeout, seed=seed, options=options
+    )
     if args is not None or kwargs is not None:
         parallel.prepare(tuple(args or ()), dict(kwargs or {}))
     return parallel

@@ -72,7 +72,7 @@ class _Evaluator(fx.Interpreter):
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": self._device}
         if draws(target):
-            kwargs = {**kwargs, "key": self._key}
+            kwargs = {**kwargs, "step_key": self._key}
         return target(*(self._device if isinstance(a, torch.device) else a for a in args), **kwargs)
 
 

@@ -106,10 +106,10 @@ class Run(fx.Interpreter):
         if n.op != "call_function":
             return super().run_node(n)
         made = super().run_node(n)
-        if getattr(n.target, "namespace", "") == "autopar":
-            self._note_change(n, made)
-        elif has_flops(n.target):
+        if has_flops(n.target):
             self.flops += self._flops(n)
+        elif getattr(n.target, "namespace", "") == "autopar":
+            self._note_change(n, made)
         if not torch.is_grad_enabled():
             self._note_live(n, made)
         return made

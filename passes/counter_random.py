@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import fx
 
-import autopar.runtime.counter_random  # noqa: F401  registers the library ops
 from autopar.errors import AutoparError
-from autopar.passes.facts import _source, call
+from autopar.passes.facts import RELAXED, _source, call
 from autopar.passes.means_to_sums import NARROW, arguments
+from autopar.runtime.counter_random import SEEDED
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 Made = fx.Node | Sequence[fx.Node]
@@ -30,6 +30,8 @@ def counter_random(gm: fx.GraphModule) -> fx.GraphModule:
     Attention with dropout is taken apart into its products, for a fused kernel cannot know the place of an element in
     the whole; recurrent layers are taken apart between layers. Ops that write in place write what was drawn.
 
+    Where ``gm.meta["dropout"]`` is ``"per-rank"``, dropout and attention stay as they are, marked `RELAXED`.
+
     Raises:
         AutoparError: an op that draws random numbers in a way that is not known here.
 
@@ -37,8 +39,12 @@ def counter_random(gm: fx.GraphModule) -> fx.GraphModule:
         ``dropout(x, 0.1, True)`` -> ``autopar.dropout(x, 0.1, draw=0)``
     """
     graph, numbers = gm.graph, itertools.count()
+    relaxed = gm.meta.get("dropout") == "per-rank"
     for node in list(graph.nodes):
         if not is_random(node):
+            continue
+        if relaxed and node.target in SEEDED:
+            node.meta[RELAXED] = True
             continue
         with graph.inserting_before(node):
             made = _rewrite(Draw(graph, node, numbers))

@@ -14,6 +14,7 @@ import autopar.runtime.ops  # noqa: F401  registers the library ops
 from autopar.passes.changes import Step
 from autopar.passes.facts import Value, call, fact, operand_nodes, value
 from autopar.passes.layout import Layout, Mesh, Split, parts_before
+from autopar.runtime.counter_random import SEEDED
 
 ops = torch.ops.autopar
 
@@ -36,12 +37,15 @@ class Emitter:
         self.env: dict[fx.Node, fx.Node] = {}
         self.microbatch: fx.Node | None = None
         self.key: fx.Node | None = None  # what random ops draw by
+        self.place: dict[str, Any] = {}  # which piece a relaxed op makes, while it is lowered
         self.at: fx.Node | None = None  # the global node being lowered
         self.made: dict[Hashable, fx.Node] = {}  # what several nodes need, made once
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A local call_function node; its ``meta["val"]`` has the local shape."""
         assert self.at is not None
+        if self.place and target in SEEDED:
+            target, kwargs = SEEDED[target], {**kwargs, **self.place}
         return call(self.graph, target, args, kwargs, like=self.at)
 
     def operand(self, slot: int) -> fx.Node:

@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.passes.changes import Step
 from autopar.passes.emit import Emitter
-from autopar.passes.facts import fact, is_tensor, operand_nodes, value
+from autopar.passes.facts import RELAXED, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
 from autopar.passes.layout import SHARD, Mesh
 from autopar.passes.rules.core import LOCALIZE, PLACES
@@ -111,6 +111,7 @@ def lower_node(node: fx.Node, emitter: Emitter) -> fx.Node:
     strategy = fact(node).strategy
     assert strategy is not None, f"{node} has no strategy"
     sizes = _sizes(node, emitter)
+    emitter.place = _place(node, emitter) if RELAXED in node.meta else {}
     special = next(((a, c.name) for a, c in enumerate(strategy.choices) if c.kind == "special"), None)
     if special is not None:
         local = special_of(node, special[1]).lower(emitter, node, special[0])
@@ -132,15 +133,22 @@ def lower_node(node: fx.Node, emitter: Emitter) -> fx.Node:
 
 
 def _place(node: fx.Node, emitter: Emitter) -> dict[str, Any]:
-    """Which piece of the whole a random op makes, and the key of the step: see `autopar.runtime.counter_random`."""
-    strategy, shape, mesh = fact(node).strategy, value(node).shape, emitter.mesh
-    assert strategy is not None and strategy.results[0] is not None and emitter.key is not None
-    layout, at = strategy.results[0], emitter.coordinates
+    """Which piece of the whole a random op makes (of a relaxed one: its first operand is), and the key of the step; see
+    `autopar.runtime.counter_random`."""
+    strategy, mesh, at = fact(node).strategy, emitter.mesh, emitter.coordinates
+    assert strategy is not None and emitter.key is not None
+    relaxed = RELAXED in node.meta
+    layout = strategy.operands[0] if relaxed else strategy.results[0]
+    shape = value(operand_nodes(node)[0] if relaxed else node).shape
+    assert layout is not None
+    place: dict[str, Any] = {"step_key": emitter.key, "shape": list(shape)}
+    if relaxed:
+        place["draw"] = len(emitter.env)  # the same number on every rank
     if mesh.time is None or layout.kinds[mesh.time] != SHARD:
-        return {"key": emitter.key, "shape": list(shape), "runs": runs_of([layout.runs(shape, mesh, at)])}
+        return {**place, "runs": runs_of([layout.runs(shape, mesh, at)])}
     moments = range(mesh.axes[mesh.time].size)
     pieces = [layout.runs(shape, mesh, (*at[: mesh.time], m, *at[mesh.time + 1 :])) for m in moments]
-    return {"key": emitter.key, "microbatch": emitter.microbatch, "shape": list(shape), "runs": runs_of(pieces)}
+    return {**place, "microbatch": emitter.microbatch, "runs": runs_of(pieces)}
 
 
 def _sizes(node: fx.Node, emitter: Emitter) -> Sizes:

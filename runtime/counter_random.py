@@ -3,16 +3,19 @@
 The number of an element is a hash of (seed, step, op, index of the element in the global tensor), so it is the same on
 whatever rank and in whatever microbatch it is made, and when it is made again. Both ops take, by keyword:
 
-- ``draw``: the number of the op in its program; ``key``: `random_key` of the seed and the step;
+- ``draw``: the number of the op in its program; ``step_key``: `random_key` of the seed and the step;
 - ``shape`` and ``runs`` (`runs_of`): the global shape, and the runs of indices that this rank has of every dim, for
   every microbatch; none where the tensor is whole; ``microbatch``: which one it is.
 
 >>> import torch
 >>> key = random_key(seed=1, step=0)
->>> whole = torch.ops.autopar.uniform([2, 3], key=key)
->>> column = torch.ops.autopar.uniform([2, 1], key=key, shape=[2, 3], runs=[1, 0, 2, 1, 1, 1])
+>>> whole = torch.ops.autopar.uniform([2, 3], step_key=key)
+>>> column = torch.ops.autopar.uniform([2, 1], step_key=key, shape=[2, 3], runs=[1, 0, 2, 1, 1, 1])
 >>> torch.equal(whole[:, 1:2], column)
 True
+
+``.seeded_dropout`` and ``.seeded_attention`` are the relaxation: torch's own kernels, their generator started anew for
+every piece.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.runtime.library import LIBRARY, composite, kernels
 
@@ -36,7 +40,7 @@ BITS = {torch.float32: 24, torch.float64: 53}  # uniform numbers have as many as
 AT_ONCE = {"cpu": 1 << 18}  # elements hashed at a time, 8 bytes each: what a cache holds
 MANY = 1 << 22  # the same on other devices
 INNER = 1 << 10  # elements, at least, of the inner of the two vectors of which indices are sums
-PLACE = "int draw=0, int key=0, int microbatch=0, int[] shape=[], int[] runs=[]"
+PLACE = "int draw=0, int step_key=0, int microbatch=0, int[] shape=[], int[] runs=[]"
 
 
 def random_key(seed: int, step: int) -> int:
@@ -60,7 +64,11 @@ def runs_of(pieces: Sequence[Runs]) -> list[int]:
 def draws(target: Any) -> bool:
     """Whether an op of a graph takes a key: it is a random op of this library."""
     schema = getattr(target, "_schema", None)
-    return schema is not None and schema.name.startswith("autopar::") and any(a.name == "key" for a in schema.arguments)
+    return (
+        schema is not None
+        and schema.name.startswith("autopar::")
+        and any(a.name == "step_key" for a in schema.arguments)
+    )
 
 
 # -- hashes of global indices ----------------------------------------------------------------------------------------
@@ -91,14 +99,19 @@ def _indices(shape: tuple[int, ...], piece: Runs, device: torch.device) -> tuple
 
 
 def _hashes(
-    made: Tensor, draw: int = 0, key: int = 0, microbatch: int = 0, shape: Sequence[int] = (), runs: Sequence[int] = ()
+    made: Tensor,
+    draw: int = 0,
+    step_key: int = 0,
+    microbatch: int = 0,
+    shape: Sequence[int] = (),
+    runs: Sequence[int] = (),
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """The elements of a contiguous ``made`` as rows of a matrix, a few at a time, and their hashes in int64."""
     whole = tuple(((0, n),) for n in made.shape)
     piece = _read_runs(made.ndim, tuple(runs), microbatch) if runs else whole
     outer, inner = _indices(tuple(shape or made.shape), piece, made.device)
     assert outer.numel() * inner.numel() == made.numel(), f"{piece} of {shape} is no piece of shape {made.shape}"
-    outer = outer + _signed(_mix(_mix(key) ^ _mix(draw)))
+    outer = outer + _signed(_mix(_mix(step_key) ^ _mix(draw)))
     rows = max(1, AT_ONCE.get(made.device.type, MANY) // max(1, inner.numel()))
     matrix = made.view(len(outer), len(inner))
     for start in range(0, len(outer), rows):
@@ -194,3 +207,48 @@ dropout = composite(
     f"dropout(Tensor x, float p, *, {PLACE}) -> Tensor",
     lambda x, p, **place: torch.ops.autopar.dropout_and_mask(x, p, **place)[0],
 )
+
+
+# -- dropout that is not exact: torch's kernels, which know no place in the whole ------------------------------------
+
+
+def _seeded(op: Any) -> Any:
+    """``op`` with torch's generator started anew for every piece: ranks that hold the same one drop the same."""
+
+    def run(x: Tensor, *args: Any, **named: Any) -> Tensor:
+        place = {name: named.pop(name) for name in ("draw", "step_key", "microbatch", "shape", "runs") if name in named}
+        if x.device.type == "meta" or isinstance(x, FakeTensor):
+            return op(x, *args, **named)  # type: ignore[no-any-return]
+        generators = torch.cuda.default_generators if x.is_cuda else (torch.default_generator,)
+        generator = generators[x.device.index or 0]
+        state = generator.get_state()
+        try:
+            generator.manual_seed(_start(**place))
+            return op(x, *args, **named)  # type: ignore[no-any-return]
+        finally:
+            generator.set_state(state)
+
+    return run
+
+
+def _start(
+    draw: int = 0, step_key: int = 0, microbatch: int = 0, shape: Sequence[int] = (), runs: Sequence[int] = ()
+) -> int:
+    start = 0
+    for word in (step_key, draw, microbatch, *runs):
+        start = _mix(start ^ _mix(word))
+    return start >> 1
+
+
+seeded_dropout = composite(
+    f"seeded_dropout(Tensor input, float p, bool train, *, {PLACE}) -> Tensor", _seeded(torch.ops.aten.dropout.default)
+)
+seeded_attention = composite(
+    "seeded_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
+    f"bool is_causal=False, *, float? scale=None, bool enable_gqa=False, {PLACE}) -> Tensor",
+    _seeded(torch.ops.aten.scaled_dot_product_attention.default),
+)
+SEEDED = {
+    torch.ops.aten.dropout.default: seeded_dropout,
+    torch.ops.aten.scaled_dot_product_attention.default: seeded_attention,
+}

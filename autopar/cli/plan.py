@@ -37,6 +37,7 @@ def add(commands: Any) -> None:
     plan.add_argument("--problem", metavar="FILE", help=f"save what the solver was given ({PROBLEM}), for `check`")
     cluster_flags(plan)
     common_flags(plan)
+    _dropout_flag(plan)
     plan.set_defaults(run=_plan)
 
     explain = commands.add_parser("explain", help="say what a plan does", allow_abbrev=False)
@@ -46,7 +47,17 @@ def add(commands: Any) -> None:
     )
     cluster_flags(explain)
     common_flags(explain)
+    _dropout_flag(explain)
     explain.set_defaults(run=_explain)
+
+
+def _dropout_flag(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--dropout",
+        choices=("exact", "per-rank"),
+        default="exact",
+        help="per-rank: torch's own kernels, which drop otherwise on every rank",
+    )
 
 
 @dataclass(frozen=True)
@@ -57,6 +68,7 @@ class Asked:
     cluster: Cluster
     pins: Pins
     batch: int | None
+    dropout: str
 
     @staticmethod
     def of(options: argparse.Namespace) -> Asked:
@@ -66,7 +78,7 @@ class Asked:
         spec = ModelSpec.parse(options.model, options.set, options.loss)
         pins, cluster = Pins.parse(options.pin), cluster_of(options)
         _refuse(pins, cluster, options.global_batch)
-        return Asked(spec.load(), cluster, pins, options.global_batch)
+        return Asked(spec.load(), cluster, pins, options.global_batch, options.dropout)
 
     def compile(self, pins: Pins) -> Parallel:
         """The model planned with these pins."""
@@ -80,6 +92,7 @@ class Asked:
             loss=self.loaded.loss,
             pins=pins,
             global_batch=self.batch,
+            dropout=self.dropout,
         )
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from autopar.passes.facts import fact
+from autopar.passes.facts import RELAXED, fact
 from autopar.passes.layout import WHOLE, Split, parts_before
 from autopar.passes.rules.core import Dim, Rule, Special, factors, placed
 from autopar.passes.rules.signature import NEVER, Call, broadcast, plain, read
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 def attention(node: fx.Node) -> Rule | None:
     """``q[b h l .], k[b h s .], v[b h s e], mask[b h l .] -> y[b h l e]``; h may have different sizes in q and k."""
     call = read(node)
-    if call["dropout_p"] > 0:
+    if call["dropout_p"] > 0 and RELAXED not in node.meta:
         return None  # draws random numbers
     q, k, v = call.shape("query"), call.shape("key"), call.shape("value")
     if not len(q) == len(k) == len(v) or len(q) < 3:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.passes.facts import RELAXED
 from autopar.passes.rules.core import Dims, Rule, factors
 from autopar.passes.rules.signature import NEVER, Call, broadcast, plain, read, shape_of
 
@@ -94,7 +95,7 @@ def pointwise(node: fx.Node) -> Rule | None:
     """``x[a b], y[b] -> z[a b]``."""
     call = read(node)
     name = _name(node.target)
-    if name in DROPOUTS and call["train"] and call["p"] > 0:
+    if name in DROPOUTS and call["train"] and call["p"] > 0 and RELAXED not in node.meta:
         return None  # draws random numbers
     outs = call.results()
     out = outs[0]

@@ -20,7 +20,7 @@ SIGMAS = 4.5
 
 
 def uniform(shape: tuple[int, ...] = (N,), draw: int = 0, key: int = KEY, dtype: torch.dtype = torch.float64) -> Tensor:
-    made = ops.uniform(list(shape), dtype=dtype, draw=draw, key=key)
+    made = ops.uniform(list(shape), dtype=dtype, draw=draw, step_key=key)
     assert isinstance(made, Tensor)
     return made
 
@@ -43,11 +43,11 @@ def test_every_piece_of_a_layout_is_that_of_the_whole(mesh: Mesh, text: str) -> 
     layout, whole = Layout.parse(text, 3), uniform(SHAPE)
     moments = range(1 if mesh.time is None else mesh.axes[mesh.time].size)
     x = torch.randn(SHAPE)
-    dropped = ops.dropout(x, 0.3, key=KEY)
+    dropped = ops.dropout(x, 0.3, step_key=KEY)
     for rank, moment in itertools.product(range(mesh.ranks), moments):
         pieces = [layout.runs(SHAPE, mesh, mesh.coordinates(rank, m)) for m in moments]
         index = torch.meshgrid(*(_places(runs) for runs in pieces[moment]), indexing="ij")
-        place = {"key": KEY, "shape": list(SHAPE), "runs": runs_of(pieces), "microbatch": moment}
+        place = {"step_key": KEY, "shape": list(SHAPE), "runs": runs_of(pieces), "microbatch": moment}
         own = list(index[0].shape)
         assert torch.equal(ops.uniform(own, dtype=torch.float64, **place), whole[index])
         assert torch.equal(ops.dropout(x[index], 0.3, **place), dropped[index])
@@ -74,7 +74,7 @@ def test_shapes_of_every_kind() -> None:
 
 def test_dropout_and_its_gradient() -> None:
     x = torch.randn(40, 50, dtype=torch.float64).t().requires_grad_()
-    y = ops.dropout(x, 0.3, key=KEY)
+    y = ops.dropout(x, 0.3, step_key=KEY)
     kept = uniform((50, 40)) < 0.7
     assert torch.equal(y, x * kept / 0.7)
     y.backward(gradient := torch.randn_like(y))
@@ -83,20 +83,20 @@ def test_dropout_and_its_gradient() -> None:
 
 def test_dropout_keeps_the_same_in_every_precision() -> None:
     ones = [torch.ones(1000, dtype=t) for t in (torch.float64, torch.float32, torch.bfloat16, torch.float16)]
-    wide, *others = [ops.dropout(x, 0.4, key=KEY) != 0 for x in ones]
+    wide, *others = [ops.dropout(x, 0.4, step_key=KEY) != 0 for x in ones]
     assert all(torch.equal(wide, other) for other in others)
 
 
 def test_dropout_of_all_and_of_nearly_none() -> None:
     x = torch.randn(100)
-    assert torch.equal(ops.dropout(x, 1.0, key=KEY), torch.zeros(100))
-    assert torch.equal(ops.dropout(x, 1e-12, key=KEY), x)
+    assert torch.equal(ops.dropout(x, 1.0, step_key=KEY), torch.zeros(100))
+    assert torch.equal(ops.dropout(x, 1e-12, step_key=KEY), x)
 
 
 def test_what_is_kept_for_backward_is_one_byte_an_element() -> None:
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        ops.dropout(torch.randn(10, 10, requires_grad=True), 0.5, key=KEY)
+        ops.dropout(torch.randn(10, 10, requires_grad=True), 0.5, step_key=KEY)
     assert [t.dtype for t in kept] == [torch.bool]
 
 

@@ -1,0 +1,74 @@
+"""Models with routed experts, as captured: equal to one process, and tp=2 takes half of the FLOPs off a rank."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from autopar.build import apply
+from autopar.choosing.plan_training import plan_training
+from autopar.cluster import Cluster
+from autopar.divided import divided
+from autopar.errors import AutoparError
+from autopar.loading import ModelSpec
+from autopar.pins import Pins
+from autopar.runtime.pool import RankPool
+from autopar.verify import VerifyResult, verify_many
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("transformers")
+
+HERE = Path(__file__).parent
+NAMES = [(name, experts) for name in ("mixtral", "qwen3_moe", "gpt_oss") for experts in ("batched_mm", "grouped_mm")]
+PINNED: list[dict[str, int]] = [{"dp": 2, "tp": 2}, {"dp": 2, "zero": 3}, {"dp": 2, "microbatches": 2}]
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def load_file(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def judge_of(name: str, experts: str, router_loss: bool = False) -> Any:
+    model, args, kwargs = load_file("experts_models").make(name, experts, router_loss)
+    return load_file("stacked_judge").StackedJudge(model, args, kwargs)
+
+
+@pytest.mark.parametrize(("name", "experts"), NAMES, ids=[" ".join(n) for n in NAMES])
+def test_equal_to_one_process_and_divided(name: str, experts: str) -> None:
+    judge = judge_of(name, experts)
+    planned = plan_training(judge.captured, Pins.parse({"tp": 2}), Cluster.local(ranks=2), {})
+    judge.assert_equal(apply(planned.plan, judge.prepared(1)), "tp=2")
+    assert divided(planned.plan, planned.prepared)["tp"].flops >= 0.45
+    for pins in PINNED:
+        judge.pinned(**pins)
+    judge.random(0)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_the_loss_that_balances_experts_needs_the_whole_batch(name: str) -> None:
+    judge = judge_of(name, "grouped_mm", router_loss=True)
+    judge.pinned(dp=2, tp=2)
+    judge.random(0)
+    with pytest.raises(AutoparError, match=r"modeling_\w+\.py:\d+\) needs the whole batch.*Set microbatches=1\."):
+        judge.pinned(dp=2, microbatches=2)
+
+
+def test_on_real_ranks() -> None:
+    spec = ModelSpec(f"{HERE / 'experts_models.py'}:make", {"name": "mixtral", "experts": "grouped_mm"})
+    with RankPool(2, timeout=240) as pool:
+        for result in verify_many(spec, 2, [Pins.parse(p) for p in ({"tp": 2}, {"dp": 2, "zero": 3})], pool=pool):
+            assert isinstance(result, VerifyResult) and result.ok, f"{result}"

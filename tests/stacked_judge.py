@@ -23,6 +23,7 @@ from autopar.passes.spec import check
 from autopar.passes.split_prologue import copy_graph
 from autopar.pins import Pins, microbatch_rows, resolve
 from autopar.runtime.stacked_step import stacked_step
+from autopar.trees import flatten
 
 
 class StackedJudge:
@@ -30,6 +31,7 @@ class StackedJudge:
 
     def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: int = 7) -> None:
         self.captured, self.key = capture(model, args, kwargs, check=False), key
+        self.model, self.given = model, (args, kwargs)
         self.graph = counter_random(to_float64(self.captured.graph))
         self.attributes = double(self.captured.attributes)
         self.inputs = [t.to(WIDER.get(t.dtype, t.dtype)) for t in self.captured.flatten_inputs(args, kwargs)]
@@ -50,6 +52,25 @@ class StackedJudge:
         grads = {n: held[n].grad for n in self.captured.parameters}
         return Run(loss.detach(), grads, {n: held[n].detach() for n in self.captured.buffers}, {})
 
+    def eager(self) -> None:
+        """The captured graph is the model, on the whole batch as the model is: loss, gradients, buffers."""
+        captured, (args, kwargs) = self.captured, self.given
+        held = {n: t if n in captured.parameters else t.clone() for n, t in captured.attributes.items()}
+        outputs = run_graph(captured.graph, captured.flatten_inputs(args, kwargs), held)["outputs"]
+        mine, tree = flatten(captured.unflatten_outputs(outputs))
+        theirs, same = flatten(self.model(*args, **kwargs))
+        runs = []
+        for leaves, buffers in ((mine, held), (theirs, dict(self.model.named_buffers()))):
+            loss = next(t for _, t in leaves if isinstance(t, Tensor) and t.ndim == 0 and t.requires_grad)
+            loss.backward()
+            grads = {n: p.grad for n, p in captured.parameters.items()}
+            runs.append(Run(loss.detach(), grads, {n: buffers[n].clone() for n in captured.buffers}, {}))
+            for p in captured.parameters.values():
+                p.grad = None
+        assert tree == same
+        worst = distances(runs[0], runs[1], lr=1.0)[0]
+        assert worst.rel <= 1e-5, f"captured, against eager: {worst}"
+
     def spec(self) -> None:
         """Every PREPARE pass leaves a legal graph."""
         gm = copy_graph(self.captured.graph)
@@ -61,7 +82,7 @@ class StackedJudge:
 
     def pinned(self, **pins: Any) -> None:
         """The plan for pins."""
-        ranks = pins.get("dp", 1) * pins.get("tp", 1)
+        ranks = pins.get("dp", 1) * pins.get("tp", 1) * int(pins.get("sp") or 1)
         resolved = resolve(Pins.parse(pins), ranks, self.captured.batch)
         prepared = self.prepared(resolved.microbatches)
         self.assert_equal(apply(choose(prepared, resolved, Cluster.local(ranks=ranks)), prepared), f"{pins}")

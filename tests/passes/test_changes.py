@@ -103,7 +103,7 @@ WORDS = {
     "even": ["S0", "S1", "S2", "R", "I", "P"],
     "parts": ["S0", "S2(512+256+256)", "R", "I", "P"],
     "time": ["S0", "S1", "R", "I", "P"],
-    "uneven": ["S0", "S1", "R", "I"],
+    "uneven": ["S0", "S0/25", "S1", "R", "I", "P"],
 }
 
 
@@ -118,13 +118,22 @@ def some_layouts(case: str, mesh: Mesh, shape: tuple[int, ...]) -> list[Layout]:
                 layout = (
                     layout.with_kind(axis, words[axis])
                     if dim is None
-                    else layout.with_shard(axis, dim, word.dims[dim].parts)
+                    else layout.with_shard(axis, dim, word.dims[dim].parts, word.dims[dim].items)
                 )
         except ValueError:
             continue
         if layout.is_even(shape, mesh) or case == "uneven":
             found.append(layout)
     return found
+
+
+def test_what_is_padded_is_sent() -> None:
+    """Five items over two ranks take as long as six."""
+    mesh, whole = Mesh((Axis("tp", 2),)), Layout.parse("I", 1)
+    five, six = (Value((8 * n,), torch.float32, True) for n in (5, 6))
+    assert cost(Layout.parse("S0/5", 1), whole, five, mesh) == pytest.approx(
+        cost(Layout.parse("S0", 1), whole, six, mesh)
+    )
 
 
 @pytest.mark.parametrize("grad", [True, False])

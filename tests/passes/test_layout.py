@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.layout import Axis, Layout, Mesh, parts_before
 
 MESH = Mesh((Axis("dp", 2), Axis("tp", 3)))
 
@@ -48,6 +48,30 @@ def test_uneven_pieces_are_those_of_chunk(size: int) -> None:
         ((start, n),) = layout.runs((size,), mesh, (rank,))[0:1][0]
         assert torch.equal(torch.arange(size)[start : start + n], chunks[rank])
     assert layout.is_even((size,), mesh) == (size % 3 == 0)
+
+
+@pytest.mark.parametrize("text", ["S0/5", "S0(10+20)/5", "S0(10+10+10)/5"])
+def test_items_stay_together(text: str) -> None:
+    """Five items over two ranks are three and two, in every part; their elements lie where chunk leaves them."""
+    mesh, layout = Mesh((Axis("tp", 2),)), Layout.parse(text, 1)
+    assert str(layout) == text and not layout.is_even((30,), mesh)
+    parts = torch.arange(30).split(layout.dims[0].parts or 30)
+    for rank in range(2):
+        held = torch.cat([p.reshape(5, -1).chunk(2)[rank].flatten() for p in parts])
+        (runs,) = layout.runs((30,), mesh, (rank,))
+        assert torch.equal(torch.cat([torch.arange(lo, lo + n) for lo, n in runs]), held)
+
+
+def test_items_that_are_cut_again() -> None:
+    mesh, layout = Mesh((Axis("a", 2), Axis("b", 2))), Layout.parse("S0/5 S0/5", 1)
+    assert [layout.local_shape((40,), mesh, at) for at in [(0, 0), (0, 1), (1, 0), (1, 1)]] == [(16,), (8,), (8,), (8,)]
+    assert parts_before(1, 40, layout.dims[0], mesh, (0, 0)) == ((24,), 3)
+    assert parts_before(0, 40, layout.dims[0], mesh, (0, 0)) == ((40,), 5)
+
+
+def test_parts_that_are_not_so_many_items() -> None:
+    with pytest.raises(ValueError, match="12 elements are not 5 equal items"):
+        Layout.parse("S0/5", 1).runs((12,), Mesh((Axis("tp", 2),)), (0,))
 
 
 def test_order_of_nesting_decides_who_holds_what() -> None:

@@ -88,7 +88,7 @@ def body(mesh: Mesh, rank: int, groups: dict[str, str], rows: int) -> fx.GraphMo
     graph, n = fx.Graph(), rows // mesh.axes[0].size
     up, up_bias, down, down_bias, gain, calls = (graph.placeholder(f.replace(".", "_")) for f in (*FQNS, "calls"))
     shift = graph.placeholder("shift")
-    x, target, mask, count, _ = (graph.placeholder(name) for name in ("x", "target", "mask", "count", "microbatch"))
+    x, target, mask, count, *_ = map(graph.placeholder, ("x", "target", "mask", "count", "microbatch", "key"))
     for node, shape in ((x, (n, IN)), (target, (n, OUT)), (mask, (n,))):
         node.meta["val"] = torch.empty(shape, dtype=torch.float64, device="meta")
     call: Callable[..., fx.Node] = lambda target, *args: graph.call_function(target, args)
@@ -109,8 +109,8 @@ def body(mesh: Mesh, rank: int, groups: dict[str, str], rows: int) -> fx.GraphMo
 def prologue(groups: dict[str, str]) -> fx.GraphModule:
     """The count of kept rows of the whole batch."""
     graph = fx.Graph()
-    held = [graph.placeholder(f"p{i}") for i in range(len(FQNS) + 2 + 3)]
-    total = graph.call_function(aten.sum.default, (held[-1],))
+    held = [graph.placeholder(f"p{i}") for i in range(len(FQNS) + 2 + 3 + 1)]  # the last is the key
+    total = graph.call_function(aten.sum.default, (held[-2],))
     start = graph.call_function(own.start_all_reduce.default, (total, groups["dp"], "none"))
     graph.output(((graph.call_function(own.wait_all_reduce.default, (start,)),), ()))
     return fx.GraphModule(nn.Module(), graph)

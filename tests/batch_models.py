@@ -164,6 +164,39 @@ def covariance_of_features() -> Built:  # as Barlow Twins and VICReg have it
     return net(forward, torch.randn(B, D), torch.randn(B, D), fc=nn.Linear(D, C))
 
 
+@whole
+def softmax_over_rows() -> Built:
+    def forward(self, x):
+        h = self.fc(x)
+        pooled = (h.softmax(0) * h).sum(0) + h.logsumexp(0) + F.normalize(h, dim=0).amax(0)
+        return pooled.square().mean()
+
+    return net(forward, torch.randn(B, D), fc=nn.Linear(D, C))
+
+
+@whole
+def sinkhorn_assignments() -> Built:  # as SwAV balances prototypes
+    def forward(self, x, y):
+        scores = self.fc(x)
+        q = torch.exp(self.fc(y) / 0.5).T
+        q = q / q.sum()
+        for _ in range(2):
+            q = q / q.sum(1, keepdim=True) / q.shape[0]
+            q = q / q.sum(0, keepdim=True) / q.shape[1]
+        return -(q.T * q.shape[1] * scores.log_softmax(1)).sum(1).mean()
+
+    return net(forward, torch.randn(B, D), torch.randn(B, D), fc=nn.Linear(D, C, bias=False))
+
+
+@whole
+def hard_examples() -> Built:
+    def forward(self, x, y):
+        each = F.cross_entropy(self.fc(x), y, reduction="none")
+        return each.topk(2).values.mean() + (each.sort().values * torch.arange(len(each))).mean() + each.quantile(0.5)
+
+    return net(forward, torch.randn(B, D), torch.randint(0, C, (B,)), fc=nn.Linear(D, C))
+
+
 # -- losses over rows --
 
 
@@ -296,6 +329,22 @@ def balance_of_experts() -> Built:
     return net(forward, torch.randn(B, T, D), torch.randn(B, T, D), **parts)
 
 
+@whole
+def tokens_dropped_by_capacity() -> Built:  # as Switch Transformers: who comes first in the batch gets the place
+    def forward(self, x, y):
+        tokens = x.flatten(0, 1)
+        p = self.router(tokens).softmax(-1)
+        gate, expert = p.max(-1)
+        chosen = F.one_hot(expert, 4)
+        place = (chosen.cumsum(0) * chosen).sum(-1) - 1
+        kept = gate * (place < 6)
+        out = torch.einsum("ne,nd,edf->nf", chosen.to(p.dtype) * kept[:, None], tokens, self.experts)
+        return F.mse_loss(out.view_as(x), y)
+
+    parts = {"router": nn.Linear(D, 4), "experts": nn.Parameter(torch.randn(4, D, D) * 0.3)}
+    return net(forward, torch.randn(B, T, D), torch.randn(B, T, D), **parts)
+
+
 @batch
 def z_loss_of_router() -> Built:
     def forward(self, x, y):
@@ -350,6 +399,16 @@ def tokens_and_rows_weighted() -> Built:
         return per_token + each.sum() / valid.sum().to(each.dtype)
 
     return net(forward, torch.randn(B, T, D), labels(B, T), torch.rand(B), fc=nn.Linear(D, C))
+
+
+@batch
+def number_of_items_given() -> Built:  # as transformers does with gradient accumulation
+    def forward(self, x, y, n):
+        total = F.cross_entropy(self.fc(x).flatten(0, 1), y.flatten(), reduction="sum")
+        return total / n + self.fc(x).logsumexp(-1).square().sum() / n.clamp(min=1)
+
+    y = labels(B, T)
+    return net(forward, torch.randn(B, T, D), y, (y != -100).sum(), fc=nn.Linear(D, C))
 
 
 @batch

@@ -9,7 +9,8 @@ all their names, those with the most FLOPs first.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache
 from typing import Literal
 
 from torch import fx
@@ -19,9 +20,9 @@ from autopar.passes.completion import is_op, result_slots
 from autopar.passes.divide_work import flops
 from autopar.passes.facts import Strategy, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import Layout, Mesh
+from autopar.passes.sequence import DIVIDE, Along, along_sequence
 
-Use = Literal["batch", "sequence", "beside", "work"]  # beside: rows of something else, the weight whole
-DIVIDE = ("factor", "special")  # choices that divide work
+Use = Literal["batch", "sequence", "beside", "work"]  # beside: other rows, the weight whole
 
 
 def displays(gm: fx.GraphModule, mesh: Mesh, batch_inputs: frozenset[str], batch: int) -> tuple[tuple[str, ...], ...]:
@@ -30,7 +31,13 @@ def displays(gm: fx.GraphModule, mesh: Mesh, batch_inputs: frozenset[str], batch
     ``batch_inputs``: the placeholders whose dim 0 is the batch, of ``batch`` rows.
     """
     cuts, weights = batch_cuts(gm, batch_inputs, batch), _weights(gm)
-    return tuple(() if a.is_time else _display(gm, axis, cuts, weights) for axis, a in enumerate(mesh.axes))
+
+    @cache
+    def along() -> Mapping[fx.Node, Along]:
+        parameters = frozenset(str(n.target) for n in gm.graph.nodes if n.op == "get_attr" and fact(n).rest is not None)
+        return along_sequence(gm, parameters, weights, batch_inputs, batch)
+
+    return tuple(() if a.is_time else _display(gm, axis, cuts, weights, along) for axis, a in enumerate(mesh.axes))
 
 
 def axis_names(shown: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -62,7 +69,11 @@ def sizes_by_name(shown: Sequence[Sequence[str]], sizes: Sequence[int]) -> dict[
 
 
 def _display(
-    gm: fx.GraphModule, axis: int, cuts: Mapping[fx.Node, Cut], weights: Collection[fx.Node]
+    gm: fx.GraphModule,
+    axis: int,
+    cuts: Mapping[fx.Node, Cut],
+    weights: Collection[fx.Node],
+    along: Callable[[], Mapping[fx.Node, Along]],
 ) -> tuple[str, ...]:
     """The axis's names, most FLOPs first; where it divides nothing that has any, by the bytes of results."""
     work: Counter[Use] = Counter()
@@ -73,6 +84,8 @@ def _display(
             continue
         read = _read(node, found, axis, weights)
         use = _use(node, found, axis, cuts, read)
+        if use == "work" and not read and flops(node) and node in along() and along()[node].cuts(found, axis):
+            use = "beside"  # a product of activations alone: scores, and what they weigh
         copied[use] += sum(v.nbytes for v in fact(node).values if v is not None)
         if flops(node) or "cut" in read:
             work[use] += int(flops(node))

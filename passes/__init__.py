@@ -28,6 +28,7 @@ PREPARE = (
     "means_to_sums",
     "cross_entropy_keeps_dims",
     "ops_keep_dims",
+    "shifted_losses_keep_length",
     "recognize_causal_masks",
 )
 """From the captured graph to one the rules divide well. ``annotate`` and ``hoist_normalisers`` come next."""

@@ -20,6 +20,7 @@ aten = torch.ops.aten
 Groups = tuple[tuple[int, ...], ...]  # for each dim the lengths that it is the product of, outer to inner
 LONGEST = 64  # ops between a merge and its end
 
+LINEARS = (aten.linear.default, aten.addmm.default, aten.mm.default)
 ALONG = {aten.softmax.int: 1, aten._softmax.default: 1, aten.log_softmax.int: 1, aten._log_softmax.default: 1}
 
 
@@ -107,10 +108,18 @@ def _groups_after(node: fx.Node, region: dict[fx.Node, Groups]) -> Groups | None
     if node.target in ALONG:
         groups, dim = region[node.args[0]], node.args[1]  # type: ignore[index]
         return _joined(groups, [dim % len(groups)])  # type: ignore[operator]
-    if node.target is aten.linear.default:
-        if node.args[0] not in region or any(a in region for a in operand_nodes(node)[1:]):
+    if node.target in LINEARS:
+        rows, weight, bias = _linear(node)
+        scaled = any(arguments(node).get(name, 1) != 1 for name in ("alpha", "beta"))
+        if (
+            rows not in region
+            or weight in region
+            or bias in region
+            or scaled
+            or (bias is not None and len(_shape(bias)) > 1)
+        ):
             return None
-        return (*region[node.args[0]][:-1], (_shape(node)[-1],))  # type: ignore[index]
+        return (*region[rows][:-1], (_shape(node)[-1],))
     if node.target in (aten.bmm.default, aten.baddbmm.default):
         batches = {region[a][0] for a in operand_nodes(node)[-2:] if a in region}
         if len(batches) != 1 or (node.target is aten.baddbmm.default and operand_nodes(node)[0] in region):
@@ -119,6 +128,14 @@ def _groups_after(node: fx.Node, region: dict[fx.Node, Groups]) -> Groups | None
     if is_elementwise(node):
         return _broadcast(node, region)
     return None
+
+
+def _linear(node: fx.Node) -> tuple[Any, Any, Any]:
+    """Rows, weight (``[out, in]`` of a linear, ``[in, out]`` of the others) and bias, if any."""
+    names = {aten.addmm.default: ("mat1", "mat2", "self"), aten.mm.default: ("self", "mat2", "bias")}
+    given = arguments(node)
+    rows, weight, bias = names.get(node.target, ("input", "weight", "bias"))  # type: ignore[arg-type]
+    return given[rows], given[weight], given.get(bias)
 
 
 def _joined(groups: Groups, dims: Sequence[int]) -> Groups:
@@ -195,9 +212,13 @@ def _remade(
         dim: Any = node.args[1]
         rest = (starts[dim % len(groups)], *node.args[2:])
         return call(graph, node.target, (take(first, groups), *rest), dict(node.kwargs), like=node)
-    if node.target is aten.linear.default:
-        x = take(first, (*groups[:-1], (_shape(first)[-1],)))
-        return call(graph, node.target, (x, *node.args[1:]), dict(node.kwargs), like=node)
+    if node.target in LINEARS:
+        rows, weight, bias = _linear(node)
+        if node.target is not aten.linear.default:
+            weight = call(graph, aten.permute.default, (weight, [1, 0]), like=node)
+        return call(
+            graph, aten.linear.default, (take(rows, (*groups[:-1], _shape(rows)[-1:])), weight, bias), like=node
+        )
     if node.target in (aten.bmm.default, aten.baddbmm.default):
         return _product(graph, node, groups, take)
     shape = _shape(node)

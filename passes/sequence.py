@@ -126,8 +126,11 @@ def cuts_nothing(size: int, along: Mapping[fx.Node, Along]) -> str:
     found = lengths(along)
     if not found:
         return f"{what} (it has none). Pin dp or tp instead."
-    legal = ", ".join(f"sp={d}" for d in range(2, found[0] + 1) if found[0] % d == 0)
-    return f"{what} of {found[0]}. Legal: {legal}; or pin dp or tp instead."
+    legal = [f"sp={d}" for d in range(2, found[0] + 1) if Axis("", d).fills(found[0])]
+    if f"sp={size}" in legal:
+        return f"{what} (its {found[0]} places are read together). Pin dp or tp instead."
+    shown = ", ".join(legal[:8]) + ", ..." * (len(legal) > 8)
+    return f"{what} of {found[0]}. Legal: {shown}; or pin dp or tp instead."
 
 
 def rows_of(ops: Sequence[fx.Node], held: Held) -> dict[fx.Node, Dims]:

@@ -22,6 +22,7 @@ from autopar.passes.functionalize_mutations import is_mutating, is_tracking_inst
 from autopar.passes.means_to_sums import is_mean
 from autopar.passes.ops_keep_dims import region_of
 from autopar.passes.rows_to_gathers import reads_rows
+from autopar.passes.shifted_losses_keep_length import is_shifted
 from autopar.passes.slices_to_splits import tilings
 from autopar.passes.views_to_reshapes import EXPANDS, RESHAPES, SPLITS, TRANSPOSES, counted_from_end
 
@@ -187,6 +188,7 @@ _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     "ops_keep_dims": _each(
         lambda n: n.target is aten.reshape.default and region_of(n), "merges dims that are split again"
     ),
+    "shifted_losses_keep_length": _each(is_shifted, "is a loss of most of its rows"),
     "recognize_causal_masks": _each(_masks, "has a mask and is causal"),
     "hoist_normalisers": _prologue,
 }

@@ -45,12 +45,15 @@ BODIES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "linear": lambda h, y, w, b: F.linear(h.reshape(15, 8), w, b).relu().reshape(5, 3, 8),
     "attention": attention,
     "with_bias": with_bias,
+    "conv1d": lambda h, y, w, b: F.gelu(torch.addmm(b, h.reshape(15, 8), w)).reshape(5, 3, 8),
+    "product": lambda h, y, w, b: torch.mm(torch.addmm(b, h.view(15, 8), w), w.t()).reshape(5, 3, 8),
     "elementwise": lambda h, y, w, b: (h.reshape(15, 8) * y.reshape(15, 8) + b).reshape(5, 3, 8),
     "rows_apart": lambda h, y, w, b: (h.reshape(15, 8) * y[:, :, :1].reshape(15, 1)).reshape(5, 3, 2, 4),
 }
 KEPT: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "read_merged": lambda h, y, w, b: F.linear(h.reshape(15, 8), w).cumsum(0).reshape(5, 3, 8),
     "never_split": lambda h, y, w, b: F.linear(h.reshape(15, 8), w).reshape(15, 2, 4),
+    "scaled": lambda h, y, w, b: torch.addmm(b, h.reshape(15, 8), w, beta=0.5).reshape(5, 3, 8),
     "one_way_is_merged": lambda h, y, w, b: (g := h.reshape(15, 8)).reshape(5, 3, 8) + g.cumsum(0).reshape(5, 3, 8),
 }
 

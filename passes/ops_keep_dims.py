@@ -216,9 +216,9 @@ def _remade(
         rows, weight, bias = _linear(node)
         if node.target is not aten.linear.default:
             weight = call(graph, aten.permute.default, (weight, [1, 0]), like=node)
-        return call(
-            graph, aten.linear.default, (take(rows, (*groups[:-1], _shape(rows)[-1:])), weight, bias), like=node
-        )
+        rows = take(rows, (*groups[:-1], _shape(rows)[-1:]))
+        given = (rows, weight) if bias is None else (rows, weight, bias)
+        return call(graph, aten.linear.default, given, like=node)
     if node.target in (aten.bmm.default, aten.baddbmm.default):
         return _product(graph, node, groups, take)
     shape = _shape(node)

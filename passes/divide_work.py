@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves, tree_map
 
 from autopar.passes.changes import cost, settle
 from autopar.passes.completion import Completion, is_op, produced_parts, result_slots
@@ -278,25 +279,50 @@ def own_cost(node: fx.Node, choice: Choice, plan: Strategy, axis: int, n: int) -
 
 
 def flops(node: fx.Node) -> float:
-    """FLOPs of the whole op, forward, as torch's counter has them (matmul, attention, convolution; else 0)."""
+    """FLOPs of the whole op, forward, as torch's counter has them (matmul, attention, convolution, recurrent layer; else
+    0)."""
     if not has_flops(node.target):
         return 0.0
     if "autopar_flops" not in node.meta:
-        from torch.utils._pytree import tree_map
         from torch.utils.flop_counter import FlopCounterMode
 
         args, kwargs = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
+        if is_recurrent(node.target):
+            node.meta["autopar_flops"] = float(recurrent_flops(args))
+            return float(node.meta["autopar_flops"])
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             node.target(*args, **kwargs)  # type: ignore[operator]
         node.meta["autopar_flops"] = float(counter.get_total_flops())
     return float(node.meta["autopar_flops"])
 
 
+def recurrent_flops(args: tuple[Any, ...]) -> int:
+    """Of a recurrent layer or cell, forward: every row and moment times every weight. Torch's counter, which sees no
+    such op, has as many once it is taken apart, cell by cell.
+
+    >>> x, h, w = (torch.empty(s, device="meta") for s in ((5, 8, 3), (1, 8, 4), (12, 3)))
+    >>> recurrent_flops((x, h, [w, torch.empty(12, 4, device="meta")]))
+    6720
+    """
+    x, _, *rest = args
+    weights = [w for w in tree_leaves(rest) if isinstance(w, torch.Tensor) and w.dim() == 2]
+    return 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in weights)
+
+
+def is_recurrent(target: Any) -> bool:
+    """Whether an op is a recurrent layer or cell."""
+    return getattr(target, "namespace", "") == "aten" and _name(target).partition("_")[0] in ("lstm", "gru", "rnn")
+
+
+def _name(target: Any) -> str:
+    return str(getattr(getattr(target, "overloadpacket", None), "__name__", ""))
+
+
 @lru_cache(maxsize=1 << 10)
 def has_flops(target: Any) -> bool:
-    """Whether torch's flop counter may count the op."""
-    name = getattr(getattr(target, "overloadpacket", None), "__name__", "")
-    return name in {
+    """Whether the op may have FLOPs."""
+    name = _name(target)
+    return is_recurrent(target) or name in {
         "linear",
         "mm",
         "bmm",
@@ -307,7 +333,7 @@ def has_flops(target: Any) -> bool:
         "addbmm",
         "bilinear",
         "experts_mm",
-    } or ("conv" in name or "attention" in name)
+    } or "conv" in name or "attention" in name
 
 
 def _cuts_batch(node: fx.Node, plan: Strategy, axis: int, batched: Mapping[fx.Node, int]) -> bool:
@@ -376,12 +402,15 @@ def _left_whole(state: Completion, axis: int, menu: Mapping[fx.Node, list[tuple[
             continue
         n = state.mesh.axes[axis].size
         divisible = [c for c, _ in menu[node] if c.kind in ("factor", "special")]
-        if rule(node) is None:
+        found = rule(node)
+        if found is None:
             why = "it has no rule"
         elif divisible:
             why = "dividing it would cost more than it saves"
+        elif found.why:
+            why = found.why
         else:
             sizes = ", ".join(str(value(o).shape) for o in operand_nodes(node))
-            why = f"no dim of {sizes} that may be cut divides by {n}"
+            why = f"no dim of {sizes} that may be cut has a piece for each of {n} ranks"
         left.append(Undivided(fact(node).fqn or node.name, str(node.target), why))
     return left

@@ -20,11 +20,12 @@ from autopar.passes.completion import result_slots
 from autopar.passes.divide_work import flops
 from autopar.passes.facts import Choice, Strategy, operand_nodes, value
 from autopar.passes.follow_time import TimeChoices
-from autopar.passes.layout import Layout
+from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.sequence import DIVIDE, Along, Dims, Held, Rows, rows_of
-from autopar.passes.strategy import rule
+from autopar.passes.strategy import choices, rule, strategy
 from autopar.passes.units import Units, is_parameter, producer_of
 
+MOST_DEGREES = 16  # that are tried where one is not legal
 NEIGHBOURS = 3  # units that a residual tensor touches at most: more have what all layers share, a mask or a bias
 
 
@@ -191,12 +192,21 @@ def divides_nothing(size: int, left: Sequence[str]) -> str:
     )
 
 
-def why_whole(op: fx.Node, size: int) -> str:
-    """Why a tensor axis of ``size`` ranks does not divide an op that it should."""
-    if rule(op) is None:
-        return "it has no rule"
+def why_whole(op: fx.Node, size: int, limit: Limit) -> str:
+    """Why a tensor axis of ``size`` ranks does not divide an op that it should, and which would."""
+    found = rule(op)
+    if found is None or found.why:
+        return "it has no rule" if found is None else found.why
     sizes = ", ".join(str(value(o).shape) for o in operand_nodes(op))
-    return f"no dim of {sizes} that may be cut divides by {size}"
+    legal = ", ".join(f"tp={n}" for n in range(2, MOST_DEGREES + 1) if _may_divide(op, n, limit))
+    return f"no dim of {sizes} that may be cut has a piece for each of {size} ranks (legal: {legal or 'none'})"
+
+
+def _may_divide(op: fx.Node, size: int, limit: Limit) -> bool:
+    """Whether an axis of so many ranks could divide the op as its limit asks."""
+    mesh = Mesh((Axis("tp", size),))
+    found = (strategy(op, mesh, [choice], (0,)) for choice in choices(op, mesh, 0))
+    return any(s is not None and s.choices[0].kind in DIVIDE for s in limit.of([s for s in found if s], 0))
 
 
 __all__ = ["DIVIDE", "Limit", "Roles", "divides_nothing", "limits_of", "why_whole"]

@@ -264,8 +264,8 @@ COMMANDS = {
         "dp=4 does not divide the batch of 6 rows",
     ),
     "tp that divides nothing": (
-        "plan refused.py:make --set width=5 --ranks 2 --pin tp=2",
-        r"tp=2 divides no matmul, .* of this model \(fc \(linear",
+        "plan refused.py:make --set width=5 --ranks 4 --pin tp=4",
+        r"tp=4 divides no matmul, .* of this model \(fc \(linear.* \(legal: tp=2, tp=3, tp=5\)",
     ),
     "batch statistics in microbatches": (
         "plan refused.py:norm --ranks 1 --global-batch 6 --pin microbatches=2",

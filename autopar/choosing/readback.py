@@ -110,7 +110,9 @@ def _left_whole(posed: Posed, assignment: Assignment) -> tuple[Whole, ...]:
             continue
         name, size = posed.mesh.axes[axis].name, posed.mesh.axes[axis].size
         idle = [op for op, chosen in done.items() if flops(op) and chosen.choices[axis].kind not in DIVIDE]
-        whole = [Whole(name, fact(op).fqn or op.name, str(op.target), why_whole(op, size)) for op in idle]
+        whole = [
+            Whole(name, fact(op).fqn or op.name, str(op.target), why_whole(op, size, roles.limits[op])) for op in idle
+        ]
         if len(idle) == sum(flops(op) > 0 for op in done):
             words = [f"{w.fqn} ({w.op.removeprefix('aten.')}): {w.why}" for w in whole]
             raise AutoparError(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import logging
 import sys
 import time
 import warnings
@@ -71,6 +72,7 @@ def stacked(seeds: Sequence[int]) -> list[tuple[str, str, list[str]]]:
 def real(rank: int, seed: int) -> tuple[str, str]:
     """One random plan on this and the other ranks: (name, what came of it)."""
     torch.set_num_threads(1)
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advises on full_tensor of nested shards
     model, args, kwargs = beside("random_models").make(seed)
     judge = beside("stacked_judge").StackedJudge(model, args, kwargs)
     name, microbatches = f"seed {seed} on {REAL} real ranks", 1 + seed % 2
@@ -112,7 +114,7 @@ def main() -> int:
     begin, _, end = options.seeds.rpartition(":")
     seeds, started = range(int(begin or 0), int(end)), time.perf_counter()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    with ProcessPoolExecutor(options.workers, mp_context=get_context("forkserver")) as workers:
+    with ProcessPoolExecutor(options.workers, get_context("forkserver"), max_tasks_per_child=5) as workers:
         found = [one for done in workers.map(stacked, chunks) for one in done]
     ops = Counter(op for _, _, names in found for op in names)
     print(f"{len(seeds)} models of {len(ops)} ops: " + ", ".join(f"{op} {n}" for op, n in ops.most_common()))

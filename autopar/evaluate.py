@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
+from autopar.passes.experts_in_token_order import groups, is_grouped
 from autopar.runtime.counter_random import draws
 
 WIDER = {
@@ -86,6 +87,8 @@ def to_float64(graph_module: fx.GraphModule) -> fx.GraphModule:
     env: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
         new = env[node] = graph.node_copy(node, env.__getitem__)
+        if node.target is torch.ops.aten._grouped_mm.default and is_grouped(node):  # has no kernel for float64
+            new.target, new.args, new.kwargs = torch.ops.autopar.grouped_mm.default, groups(new), {}
         new.args = tree_map(_wider, new.args)
         new.kwargs = tree_map(_wider, new.kwargs)
         new.meta["val"] = tree_map(_wider, node.meta.get("val"))

@@ -19,7 +19,7 @@ from autopar.passes.rules import rule_of
 aten = torch.ops.aten
 experts_mm = torch.ops.autopar.experts_mm.default
 
-GROUPED = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
+GROUPED = {"aten::_grouped_mm", "autopar::grouped_mm", "transformers::grouped_mm_fallback"}
 SORTS = {aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable}
 CASTS = {aten.to.dtype}
 ONE_HOT = {aten.one_hot.default}
@@ -48,7 +48,7 @@ def experts_in_token_order(gm: fx.GraphModule) -> fx.GraphModule:
     graph = gm.graph
     if not any(is_grouped(n) for n in graph.nodes):
         return gm
-    keys = {_key_of(_groups(n)[2]) for n in graph.nodes if is_grouped(n)}
+    keys = {_key_of(groups(n)[2]) for n in graph.nodes if is_grouped(n)}
     for sort in [n for n in graph.nodes if n.target in SORTS]:
         if _bare(sort.args[0]) in keys or any(_made_by(key) is sort for key in keys):
             _Unsorted(graph, sort).run()
@@ -66,12 +66,12 @@ def is_grouped(node: fx.Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     if node.op != "call_function" or schema is None or schema.name not in GROUPED:
         return False
-    x, w, ends = _groups(node)
+    x, w, ends = groups(node)
     extra = [v for n, v in arguments(node).items() if n in ("bias", "out_dtype") and v is not None]
     return ends is not None and not extra and x.meta["val"].ndim == 2 and w.meta["val"].ndim == 3
 
 
-def _groups(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
+def groups(node: fx.Node) -> tuple[fx.Node, fx.Node, fx.Node | None]:
     """(rows, weights, where each group ends)."""
     x, w, *_ = node.args
     given = arguments(node)
@@ -205,7 +205,7 @@ class _Unsorted:
         return None
 
     def _grouped(self, node: fx.Node) -> None:
-        x, w, ends = _groups(node)
+        x, w, ends = groups(node)
         held, key = self.held.get(x), _key_of(ends)
         if held is None or held.dim != 0 or key is None or w in self.held:
             return
@@ -328,7 +328,7 @@ def _simpler(graph: fx.Graph, node: fx.Node, args: Any) -> fx.Node | None:
 
 def _by_number(graph: fx.Graph, node: fx.Node) -> None:
     """The number of its group for every row: as many groups end at or before it."""
-    x, w, ends = _groups(node)
+    x, w, ends = groups(node)
     with graph.inserting_before(node):
         how = {"dtype": ends.meta["val"].dtype, "device": torch.device("cpu")}  # type: ignore[union-attr]
         rows = call(graph, aten.arange.default, (x.meta["val"].shape[0],), how, like=node)

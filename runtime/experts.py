@@ -1,4 +1,5 @@
-"""Products with the weights of experts, every row with those of its own expert: ``torch.ops.autopar.experts_mm``.
+"""Products with the weights of experts, every row with those of its own expert: ``torch.ops.autopar.experts_mm``;
+``grouped_mm`` is the same of rows in groups, and torch's own where that has no kernel (float64).
 
 Rows need not be sorted: the kernel sorts them. A rank that holds some of the experts computes their rows and leaves
 zeros for the others, so the results of all ranks add up.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from autopar.runtime.library import LIBRARY, kernels
+from autopar.runtime.library import LIBRARY, composite, kernels
 
 
 def _rows(ids: Tensor, start: int, held: int) -> Iterator[tuple[int, Tensor]]:
@@ -56,6 +57,15 @@ def _experts_outer_fake(x: Tensor, y: Tensor, ids: Tensor, start: int, held: int
     return x.new_empty(held, x.shape[1], y.shape[1])
 
 
+def numbers(rows: int, ends: Tensor) -> Tensor:
+    """The number of the group of each row, groups ending at ``ends``.
+
+    >>> numbers(4, torch.tensor([1, 1, 3])).tolist()
+    [0, 2, 2, 3]
+    """
+    return torch.bucketize(torch.arange(rows, dtype=ends.dtype, device=ends.device), ends, right=True)
+
+
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, w, ids, *ctx.literals = inputs
     ctx.save_for_backward(x, w, ids)
@@ -75,6 +85,10 @@ kernels(
     "experts_outer(Tensor x, Tensor y, Tensor ids, int start, int held, int experts) -> Tensor",
     _experts_outer,
     _experts_outer_fake,
+)
+grouped_mm = composite(
+    "grouped_mm(Tensor x, Tensor w, Tensor offs) -> Tensor",
+    lambda x, w, offs: torch.ops.autopar.experts_mm(x, w, numbers(len(x), offs), 0, len(w)),
 )
 torch.library.register_autograd("autopar::experts_mm", _backward, setup_context=_setup, lib=LIBRARY)
 

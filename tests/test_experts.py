@@ -11,6 +11,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autopar.build import apply
 from autopar.choosing.plan_training import plan_training
@@ -65,6 +68,28 @@ def test_the_loss_that_balances_experts_needs_the_whole_batch(name: str) -> None
     judge.random(0)
     with pytest.raises(AutoparError, match=r"modeling_\w+\.py:\d+\) needs the whole batch.*Set microbatches=1\."):
         judge.pinned(dp=2, microbatches=2)
+
+
+class InHalf(nn.Module):
+    """Torch's own grouped product, which has no kernel for float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.experts = nn.Linear(8, 4), nn.Parameter(torch.randn(4, 8, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, ids = self.router(x).softmax(-1).max(-1)
+        order = ids.argsort()
+        ends = torch.histc(ids.float(), 4, 0, 3).cumsum(0, dtype=torch.int32)
+        y = F.grouped_mm(x[order], self.experts, offs=ends)
+        return torch.empty_like(y).index_put((order,), y).mul(gate[:, None]).float().square().mean()
+
+
+def test_torchs_own_product() -> None:
+    judge = load_file("stacked_judge").StackedJudge(InHalf().bfloat16(), (torch.randn(8, 8).bfloat16(),), {})
+    assert any(n.target is torch.ops.autopar.grouped_mm.default for n in judge.graph.graph.nodes)
+    for plan in ({"tp": 2}, {"dp": 2, "microbatches": 2}):
+        judge.pinned(**plan)
 
 
 def test_on_real_ranks() -> None:

@@ -22,7 +22,7 @@ CASES = sorted(path.stem for path in FOLDER.glob("G*.py"))
 SUPPORTED = {"dp", "tp", "sp", "zero", "microbatches"}
 NOTES = {"may_reject", "sync_bn"}  # of a plan, no pins: a refusal is right; statistics of the whole batch, our default
 OURS: list[dict[str, Any]] = [{"tp": 2}, {"dp": 2, "zero": 3}]  # for the cases whose own plans all come later
-REAL = {2: ("G01", "G26"), 4: ("G05", "G39")}  # ranks -> the cases that run on them too
+REAL = {2: ("G01", "G03", "G04", "G26"), 4: ("G05", "G39")}  # ranks -> the cases that run on them too
 
 
 def spec_of(case: str) -> ModelSpec:

@@ -24,6 +24,7 @@ PREPARE = (
     "drop_noops",
     "slices_to_splits",
     "rows_to_gathers",
+    "bags_to_sums",
     "experts_in_token_order",
     "means_to_sums",
     "cross_entropy_keeps_dims",

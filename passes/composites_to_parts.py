@@ -12,6 +12,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autopar.passes.bags_to_sums import BAGS
 from autopar.passes.cross_entropy_keeps_dims import NLL
 from autopar.passes.drop_noops import CASTS
 from autopar.passes.facts import call, is_tensor, operand_nodes
@@ -22,7 +23,7 @@ from autopar.passes.views_to_reshapes import EXPANDS, RESHAPES, SPLITS, TRANSPOS
 aten = torch.ops.aten
 
 KEPT = {  # what later passes take care of
-    *RESHAPES, *EXPANDS, *TRANSPOSES, *SPLITS, *CASTS, *POOLS, *LOSSES, *NLL, aten.cross_entropy_loss.default,
+    *BAGS, *RESHAPES, *EXPANDS, *TRANSPOSES, *SPLITS, *CASTS, *POOLS, *LOSSES, *NLL, aten.cross_entropy_loss.default,
     aten.broadcast_tensors.default, aten.batch_norm.default, aten.instance_norm.default, aten.dropout.default,
     aten.feature_dropout.default, aten.alpha_dropout.default, aten.feature_alpha_dropout.default,
     aten.scaled_dot_product_attention.default,
@@ -93,13 +94,15 @@ def _parts(node: fx.Node) -> tuple[list[_Part], Any, list[Tensor]] | None:
     """What eager runs in the node's place, one level down, the result, and the tensors that were given; None where that
     needs values or makes a tensor of numbers."""
     given = [torch.empty_like(n.meta["val"]) for n in operand_nodes(node)]
+    for tensor in given:  # without a gradient eager would run other ops
+        tensor.requires_grad_(tensor.is_floating_point() or tensor.is_complex())
     tensors = iter(given)
     args, kwargs = tree_map(
         lambda a: next(tensors) if is_tensor(a) else torch.device("meta") if isinstance(a, torch.device) else a,
         (node.args, dict(node.kwargs)),
     )
     try:
-        with torch.no_grad(), enable_python_dispatcher(), Recorder() as recorder:
+        with torch.enable_grad(), enable_python_dispatcher(), Recorder() as recorder:
             made = node.target.decompose(*args, **kwargs)  # type: ignore[union-attr]
     except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None

@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from autopar.passes import PREPARE
+from autopar.passes.bags_to_sums import is_even_bag
 from autopar.passes.composites_to_parts import is_composite
 from autopar.passes.constants import Constants
 from autopar.passes.counter_random import is_random
@@ -152,6 +153,11 @@ def _rows(gm: fx.GraphModule) -> Iterator[str]:
     return _each(lambda n: reads_rows(n, constants), "reads places of rows")(gm)
 
 
+def _bags(gm: fx.GraphModule) -> Iterator[str]:
+    constants = Constants()
+    return _each(lambda n: is_even_bag(n, constants), "is a bag of equal rows")(gm)
+
+
 def _prologue(gm: fx.GraphModule) -> Iterator[str]:
     for node in gm.graph.nodes:
         fact = node.meta.get(KEY)
@@ -182,6 +188,7 @@ _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     "drop_noops": _does_nothing,
     "slices_to_splits": lambda gm: (f"slices of {n.name} tile it" for n in gm.graph.nodes if tilings(n)),
     "rows_to_gathers": _rows,
+    "bags_to_sums": _bags,
     "experts_in_token_order": _each(is_grouped, "is a product of sorted rows"),
     "means_to_sums": _each(is_mean, "is a mean"),
     "cross_entropy_keeps_dims": _each(is_flat_loss, "is a flat loss"),

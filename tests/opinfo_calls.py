@@ -16,6 +16,7 @@ from torch.testing._internal.opinfo import core
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from autopar.errors import AutoparError
 from autopar.passes import PREPARE, run
 from autopar.passes.composites_to_parts import Recorder
 from autopar.passes.facts import call as make_call
@@ -57,6 +58,8 @@ def in_regime(call: Call, regime: str) -> Call:
     return Call(call.target, *tree_map(change, (call.args, call.kwargs)))
 
 
+REFUSED = (RuntimeError, NotImplementedError, AssertionError, TypeError, IndexError, AutoparError)
+"""What samples raise that do not run on this machine, or calls that cannot be captured."""
 REGIMES = ("normal", "large", "small", "whole")
 
 

@@ -800,3 +800,78 @@ def lstm_with_dropout_between_layers() -> Built:
 
     rnn = nn.LSTM(12, 6, num_layers=2, dropout=0.3, bidirectional=True, batch_first=True)
     return net(forward, rnn=rnn, head=nn.Linear(12, 12)), (torch.randn(B, 6, 12), torch.randn(B, 6, 12)), {}
+
+
+# -- ops that PREPARE takes apart, and rules of rarer ops --
+
+
+@small
+def bags_of_words() -> Built:
+    def forward(self, words, lists, y):
+        offsets = torch.arange(4) * 6
+        bag = F.embedding_bag(words, self.table, mode="mean")
+        other = F.embedding_bag(words, self.table, mode="sum", per_sample_weights=self.scale[words])
+        return F.mse_loss(bag + other, y) + F.embedding_bag(lists, self.table, offsets, mode="max").square().sum()
+
+    return net(forward, table=par(12, 8), scale=par(12)), (ids(12, 8, 4), ids(12, 24), torch.randn(8, 8)), {}
+
+
+@small
+def last_token_classifier() -> Built:
+    def forward(self, words, y):
+        ends = (words != 0).int().argmin(-1) - 1
+        logits = self.out(self.table[words])
+        return F.cross_entropy(logits[torch.arange(words.shape[0]), ends], y)
+
+    words = ids(11, 8, 6) + 1
+    words[:, 4:] = 0
+    return net(forward, table=par(12, 8), out=nn.Linear(8, 4)), (words, ids(4, 8)), {}
+
+
+@small
+def sequence_first_attention() -> Built:
+    def forward(self, x, y):
+        h = x.transpose(0, 1)
+        first, _ = self.first(h, h, h, need_weights=False)
+        second, weights = self.second(first, h, h)
+        return F.mse_loss(second.transpose(0, 1), y) + weights.square().sum()
+
+    parts = {"first": nn.MultiheadAttention(16, 4), "second": nn.MultiheadAttention(16, 2)}
+    return net(forward, **parts), (torch.randn(8, 6, 16), torch.randn(8, 6, 16)), {}
+
+
+@small
+def attention_with_a_bias_of_each_head() -> Built:
+    def forward(self, x, y):
+        b, t, _ = x.shape
+        q, k, v = (heads(p(x), 4).reshape(b * 4, t, -1) for p in (self.q, self.k, self.v))
+        bias = (self.slopes[None, :, None, None] * torch.arange(t).expand(b, 4, 1, t)).reshape(b * 4, 1, t)
+        scores = bias.baddbmm(q, k.mT, beta=1.0, alpha=0.5).view(b, 4, t, t)
+        mask = torch.ones(t, t, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(mask, -1e9).softmax(-1).view(b * 4, t, t)
+        out = torch.bmm(scores, v).view(b, 4, t, -1)
+        return F.mse_loss(self.o(joined(out)), y)
+
+    parts = {n: nn.Linear(16, 16) for n in "qkvo"}
+    return net(forward, slopes=par(4), **parts), (torch.randn(8, 6, 16), torch.randn(8, 6, 16)), {}
+
+
+@small
+def triangles_and_distances() -> Built:
+    def forward(self, x, y):
+        h = x @ (self.w.tril() + self.w.triu(1).mT)
+        apart = torch.cdist(h, self.points).diagonal_scatter(x[:, 0, :4], dim1=1, dim2=2)
+        corner = (h.mT @ h + torch.eye(8)).triu(-1)
+        return F.mse_loss(apart, y) + torch.linalg.det(corner).square().mean() + torch.linalg.norm(h, dim=-1).sum()
+
+    return net(forward, w=par(8, 8), points=par(4, 8)), (torch.randn(8, 6, 8), torch.randn(8, 6, 4)), {}
+
+
+@small
+def spectrum_and_stacks() -> Built:
+    def forward(self, x, y):
+        left, right = torch.hsplit(self.mix(x), 2)
+        joined_again = torch.hstack([right, left]) + torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=8)
+        return F.mse_loss(torch.roll(joined_again, 1, -1), y) + torch.quantile(joined_again, 0.25, dim=1).sum()
+
+    return net(forward, mix=nn.Linear(8, 8), filter=par(5)), (torch.randn(8, 8), torch.randn(8, 8)), {}

@@ -41,3 +41,15 @@ def lower_vocabulary(emitter: Emitter, node: fx.Node, axis: int) -> Any:
     return emitter.call(
         torch.ops.autopar.embedding_shard.default, weight, index, emitter.start(0, 0), call["padding_idx"]
     )
+
+
+@factors(aten.embedding_bag.padding_idx, aten.embedding_bag.default)
+def embedding_bag(node: fx.Node) -> Rule | None:
+    """``w[. e], idx[.], offsets[.] -> y[. e]``: where a bag begins counts through all indices. What else it returns is
+    not to be read."""
+    call = read(node)
+    if call["scale_grad_by_freq"] or call["sparse"] or {user.args[1] for user in node.users} != {0}:
+        return None
+    e = Dim(("e",)) if call.shape("weight")[1] > 1 else NEVER
+    others = [(NEVER,) * r.dim() if r is not None else None for r in call.results()[1:]]
+    return call.rule([(NEVER, e), *others], {"weight": (NEVER, e)})

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 ITEMS = """
     cholesky.default                        2 -> 2
     cholesky_inverse.default                2 -> 2
-    cholesky_solve.default                  2 2 -> 2          linear self
+    cholesky_solve.default                  2 2 -> 2
     linalg_cholesky_ex.default              2 -> 2 0
     linalg_eig.default                      2 -> 1 2
     _linalg_eigh.default                    2 -> 1 2
@@ -31,14 +31,14 @@ ITEMS = """
     linalg_householder_product.default      2 1 -> 2
     linalg_inv_ex.default                   2 -> 2 0
     linalg_ldl_factor_ex.default            2 -> 2 1 0
-    linalg_ldl_solve.default                2 1 2 -> 2        linear B
+    linalg_ldl_solve.default                2 1 2 -> 2
     linalg_lu.default                       2 -> 2 2 2
     linalg_lu_factor_ex.default             2 -> 2 1 0
-    linalg_lu_solve.default                 2 1 2 -> 2        linear B
+    linalg_lu_solve.default                 2 1 2 -> 2
     linalg_matrix_exp.default               2 -> 2
     linalg_pinv.atol_rtol_tensor            2 0 0 -> 2
     linalg_qr.default                       2 -> 2 2
-    linalg_solve_triangular.default         2 2 -> 2          linear B
+    linalg_solve_triangular.default         2 2 -> 2
     lu_unpack.default                       2 1 -> 2 2 2
     ormqr.default                           2 1 2 -> 2        linear other
     triangular_solve.default                2 2 -> 2 2

@@ -90,14 +90,14 @@ def judged(name: str, infos: list[Any], most: int, seen: set[str]) -> Row:
 def _judge_sample(row: Row, sample: Any, seen: set[str], *, compare: bool) -> None:
     try:
         captured = [c for c in opinfo_calls.captured_calls(*sample) if opinfo_calls.judgeable(c) and c.large]
-    except (RuntimeError, NotImplementedError, AssertionError, TypeError, IndexError):
-        return  # not on this machine
+    except opinfo_calls.REFUSED:
+        return
     prepared: list[Call] = []
     for call in captured:
         try:
             parts = [p for p in opinfo_calls.prepared_calls(call) if opinfo_calls.judgeable(p) and p.large]
-        except (RuntimeError, NotImplementedError):
-            return  # cannot be captured: nothing says what it makes
+        except opinfo_calls.REFUSED:
+            return
         prepared += parts
         for each in (call, *parts):
             if each.key not in seen:
@@ -159,7 +159,9 @@ def _ours(call: Call) -> tuple[set[Combination], int]:
             continue
         words = [_word(layout) for layout in layouts]
         given, made = tuple(words[: len(operands)]), tuple(words[len(operands) :])
-        if _plain(given, shapes[: len(operands)]) and _plain(made, shapes[len(operands) :]):
+        if all(word == "R" for word in given):
+            others += 1  # what only the result has, is cut: no operand is
+        elif _plain(given, shapes[: len(operands)]) and _plain(made, shapes[len(operands) :]):
             found.add((given, made))
     return found, others
 

@@ -811,9 +811,13 @@ def bags_of_words() -> Built:
         offsets = torch.arange(4) * 6
         bag = F.embedding_bag(words, self.table, mode="mean")
         other = F.embedding_bag(words, self.table, mode="sum", per_sample_weights=self.scale[words])
-        return F.mse_loss(bag + other, y) + F.embedding_bag(lists, self.table, offsets, mode="max").square().sum()
+        return (
+            F.mse_loss(self.out(bag + other), y)
+            + F.embedding_bag(lists, self.table, offsets, mode="max").square().sum()
+        )
 
-    return net(forward, table=par(12, 8), scale=par(12)), (ids(12, 8, 4), ids(12, 24), torch.randn(8, 8)), {}
+    parts = {"table": par(12, 8), "scale": par(12), "out": nn.Linear(8, 8)}
+    return net(forward, **parts), (ids(12, 8, 4), ids(12, 24), torch.randn(8, 8)), {}
 
 
 @small

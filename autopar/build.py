@@ -248,9 +248,9 @@ def _apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:
     where = f'plan: $.parameters["{fqn}"]'
     rest = _legal_layout(found.rest, v.shape, mesh, f"{where}.rest", even=False)
     use = _legal_layout(found.use, v.shape, mesh, f"{where}.use", even=False)
-    if any(s.parts for s in rest.dims):
+    if any(s.parts or s.items for s in rest.dims):
         raise AutoparError(
-            f"{where}.rest: {found.rest!r} rests in parts (checkpoints could not say so). Legal: S<dim> without parts."
+            f"{where}.rest: {found.rest!r} rests in parts or items (checkpoints could not say so). Legal: S<dim> alone."
         )
     treat(node, rest, use, found.gather, "microbatch" if found.reduce == "microbatch" else "step", mesh)
 

@@ -150,7 +150,7 @@ def placements(layout: Layout, order: Sequence[int]) -> list[Placement]:
     for axis in order:
         dim = layout.dim_of(axis)
         assert dim is not None or layout.kinds[axis] in (INVARIANT, REPLICATE), f"{layout} at rest"
-        assert dim is None or not layout.dims[dim].parts, f"{layout} rests in parts"
+        assert dim is None or not (layout.dims[dim].parts or layout.dims[dim].items), f"{layout} rests in parts"
         out.append(Replicate() if dim is None else Shard(dim))
     return out or [Replicate()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from autopar.capture import Capture, capture
 from autopar.choosing.plan_training import Planned, plan_training
 from autopar.cluster import Cluster
 from autopar.divided import divided
+from autopar.errors import AutoparError
 from autopar.passes.facts import fact, operand_nodes, value
 from autopar.passes.lower import Lowerable
 from autopar.pins import Pins
@@ -102,3 +104,15 @@ def test_five_heads_over_two_ranks_are_three_and_two(judge_of: Callable[[str], A
     qkv = made.plan.parameters["qkv.weight"]
     assert (qkv.rest, qkv.use) == ("S0", "S0(20+20+20)/5")
     assert divided(made.plan, made.prepared)["tp"].flops == pytest.approx(0.4, abs=0.05)
+
+
+def test_nothing_rests_in_items(judge_of: Callable[[str], Any]) -> None:
+    """A checkpoint could not say so; what a rank holds of five heads at rest is half of the rows."""
+    captured = judge_of(f"{MODELS}:gpt").captured
+    made, _ = planned(captured, {"tp": 2}, Cluster.local(ranks=2))
+    out = made.plan.parameters["out.weight"]
+    assert (out.rest, out.use) == ("S1", "S1/5")
+    for word, why in (("S1/5", "rests in parts or items"), ("S1/7", "20 elements are not 7 equal items")):
+        wrong = replace(made.plan, parameters={**made.plan.parameters, "out.weight": replace(out, rest=word)})
+        with pytest.raises(AutoparError, match=why):
+            apply(loads(wrong.dumps()), made.prepared)

@@ -186,10 +186,10 @@ class _Unsorted:
     def _put_back(self, node: fx.Node) -> fx.Node | None:
         """The unsorted rows, where the node is sorted rows put back in their places."""
         if node.target is aten.index.Tensor:
-            x, indices = node.args
-            held = self.held.get(x)  # type: ignore[arg-type]
-            where = [d for d, i in enumerate(indices) if i is not None]  # type: ignore[arg-type, var-annotated]
-            if held is not None and where == [held.dim] and indices[held.dim] in self.inverses:  # type: ignore[index]
+            indices: Any = node.args[1]
+            held = self.held.get(node.args[0])  # type: ignore[arg-type]
+            where = [d for d, i in enumerate(indices) if i is not None]
+            if held is not None and where == [held.dim] and indices[held.dim] in self.inverses:
                 return held.rows
         if node.target is aten.index_select.default and node.args[2] in self.inverses:
             held = self.held.get(node.args[0])  # type: ignore[arg-type]

@@ -209,23 +209,21 @@ class _Rewriter:
         return call(self.graph, aten.full.default, (list(size), fill), how, like=node)
 
     def _instance_norm(self, node: fx.Node) -> None:
-        x, weight, bias, mean, var, _, momentum, *rest = fx.map_arg(
-            node.args, lambda a: self._read(a) if a in self.aliases else a
-        )
+        given: Any = fx.map_arg(node.args, lambda a: self._read(a) if a in self.aliases else a)
+        targets: Any = node.args[3:5]
+        x, weight, bias, mean, var, _, momentum, *rest = given
         made = call(self.graph, node.target, (x, weight, bias, None, None, True, momentum, *rest), like=node)
         self.aliases[node] = Alias(made, None, None)
         x = call(self.graph, aten.detach.default, (x,), like=node)
         if x.meta["val"].dtype != mean.meta["val"].dtype:
             x = call(self.graph, aten.to.dtype, (x, mean.meta["val"].dtype), like=node)
         places = list(range(2, x.meta["val"].ndim))
-        for target, held, new in (
-            (node.args[3], mean, call(self.graph, aten.mean.dim, (x, places), like=node)),
-            (node.args[4], var, call(self.graph, aten.var.dim, (x, places), like=node)),
-        ):
+        for target, held, statistic in zip(targets, (mean, var), (aten.mean.dim, aten.var.dim), strict=True):
+            new = call(self.graph, statistic, (x, places), like=node)
             new = call(self.graph, aten.mean.dim, (new, [0]), like=node)
             new = call(self.graph, aten.mul.Tensor, (new, momentum), like=node)
-            old = call(self.graph, aten.mul.Tensor, (held, 1 - momentum), like=node)  # type: ignore[operator]
-            self._write(node, target, call(self.graph, aten.add.Tensor, (old, new), like=node))  # type: ignore[arg-type]
+            old = call(self.graph, aten.mul.Tensor, (held, 1 - momentum), like=node)
+            self._write(node, target, call(self.graph, aten.add.Tensor, (old, new), like=node))
 
     def _cumulative(self, node: fx.Node, held: fx.Node, batch: fx.Node) -> fx.Node:
         """old + (batch - old) / num_batches_tracked, which the module has already counted up."""

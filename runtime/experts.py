@@ -29,7 +29,7 @@ def _rows(ids: Tensor, start: int, held: int) -> Iterator[tuple[int, Tensor]]:
     local = ids - start
     local = torch.where((local >= 0) & (local < held), local, held)
     counts = torch.bincount(local, minlength=held + 1).tolist()
-    for expert, rows in enumerate(local.argsort(stable=True).split(counts)[:held]):
+    for expert, rows in enumerate(torch.split(local.argsort(stable=True), counts)[:held]):
         if len(rows):
             yield expert, rows
 
@@ -93,12 +93,12 @@ grouped_mm = composite(
 torch.library.register_autograd("autopar::experts_mm", _backward, setup_context=_setup, lib=LIBRARY)
 
 
-@register_flop_formula(torch.ops.autopar.experts_mm)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.autopar.experts_mm)
 def _experts_mm_flops(x: Any, w: Any, ids: Any, start: int, experts: int, **_: Any) -> int:
     """Where all experts have equally many rows: which rank has how many is not known before the step."""
     return int(2 * x[0] * w[0] * w[1] * w[2] // experts)
 
 
-@register_flop_formula(torch.ops.autopar.experts_outer)  # type: ignore[untyped-decorator]
+@register_flop_formula(torch.ops.autopar.experts_outer)
 def _experts_outer_flops(x: Any, y: Any, ids: Any, start: int, held: int, experts: int, **_: Any) -> int:
     return int(2 * x[0] * x[1] * y[1] * held // experts)

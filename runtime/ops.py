@@ -156,7 +156,8 @@ embedding_shard = composite(
 def _take_shard(x: Tensor, index: Tensor, dim: int, start: int, total: int) -> Tensor:
     local = torch.where(index < 0, index + total, index) - start
     inside = (local >= 0) & (local < x.shape[dim])
-    taken = x[(*[slice(None)] * dim, torch.where(inside, local, 0))]
+    place: Any = (*[slice(None)] * dim, torch.where(inside, local, 0))
+    taken = x[place]
     return torch.where(inside.reshape(*inside.shape, *[1] * (x.ndim - dim - 1)), taken, 0)
 
 

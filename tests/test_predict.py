@@ -61,6 +61,7 @@ def planned(model, cluster=None, ranks=2, **pins):
 
 
 MLP, GPT2, LLAMA = (f"autopar.models.{name}:make" for name in ("mlp", "gpt2", "llama"))
+DROPOUT = f"{Path(__file__).with_name('small_models.py')}:attention_dropout_causal_grouped"
 
 
 @pytest.mark.parametrize(
@@ -72,6 +73,7 @@ MLP, GPT2, LLAMA = (f"autopar.models.{name}:make" for name in ("mlp", "gpt2", "l
         (GPT2, {"dp": 2, "zero": 2, "microbatches": 3}),
         (LLAMA, {"dp": 1, "tp": 2, "zero": 0, "microbatches": 3}),
         (LLAMA, {"dp": 2, "zero": 3, "microbatches": 3}),
+        (DROPOUT, {"dp": 1, "tp": 2, "zero": 0, "microbatches": 3}),
     ],
 )
 def test_bytes_are_those_of_real_ranks(pool, target, pins):

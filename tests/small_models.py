@@ -879,3 +879,17 @@ def spectrum_and_stacks() -> Built:
         return F.mse_loss(torch.roll(joined_again, 1, -1), y) + torch.quantile(joined_again, 0.25, dim=1).sum()
 
     return net(forward, mix=nn.Linear(8, 8), filter=par(5)), (torch.randn(8, 8), torch.randn(8, 8)), {}
+
+
+@small
+def images_among_words() -> Built:
+    def forward(self, words, patches, y):
+        seen = self.see(patches).reshape(-1, 8)
+        mask = (words == 0).unsqueeze(-1).expand(-1, -1, 8)
+        h = self.table[words].masked_scatter(mask, seen)
+        return F.mse_loss(self.out(h.cumsum(1)), y)
+
+    words = ids(11, 8, 6) + 1
+    words[:, 1:4] = 0
+    parts = {"table": par(12, 8), "see": nn.Linear(4, 8), "out": nn.Linear(8, 8)}
+    return net(forward, **parts), (words, torch.randn(8, 3, 4), torch.randn(8, 6, 8)), {}

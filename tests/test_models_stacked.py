@@ -23,7 +23,7 @@ PLANS: list[dict[str, int]] = [
 ]
 MICROBATCHES = {"dp": 2, "tp": 2, "zero": 3, "microbatches": 3}
 WHOLE_BATCH = {  # their loss, or a buffer, is no sum over rows
-    "batch_norm_variants", "info_nce_in_batch", "moe_balance_loss", "running_mean_of_batch",
+    "images_among_words", "batch_norm_variants", "info_nce_in_batch", "moe_balance_loss", "running_mean_of_batch",
 }  # fmt: skip
 
 

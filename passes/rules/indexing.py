@@ -11,7 +11,7 @@ from torch import fx
 import autopar.runtime.ops  # noqa: F401  (registers autopar::take_shard and gather_shard)
 from autopar.passes.facts import fact
 from autopar.passes.rules.core import Dim, Dims, Rule, Special, factors
-from autopar.passes.rules.signature import NEVER, Call, broadcast, dim_index, plain, read, shape_of
+from autopar.passes.rules.signature import NEVER, Call, broadcast, dim_index, plain, read, shape_of, without
 
 if TYPE_CHECKING:
     from autopar.passes.emit import Emitter
@@ -248,11 +248,20 @@ def put_at(node: fx.Node) -> Rule:
 
 @factors(aten.masked_scatter.default)
 def masked_scatter(node: fx.Node) -> Rule:
-    """Whole, and linear in both: elements are taken in the order of the mask."""
+    """``x[. h], mask[. h], s[. h] -> y[. h]``, linear in both: elements are taken in the order of the mask, so that
+    only dims along which it is expanded (features of tokens) split."""
     call = read(node)
-    out = call.results()[0]
-    assert out is not None
-    return call.rule((NEVER,) * out.dim(), {}, linear=[call.group("self", "source")])
+    shape, source, mask = call.shape("self"), call.shape("source"), call["mask"]
+    before = shape_of(mask.args[0]) if mask.target is aten.expand.default else shape_of(mask)
+    before = (1,) * (len(shape) - len(before)) + before
+    alike = 0
+    while alike < min(len(shape), len(source)) and before[-1 - alike] == 1 and source[-1 - alike] == shape[-1 - alike]:
+        alike += 1
+    at = len(shape) - alike
+    dims = without(plain("d", shape), *range(at))
+    named = {"self": dims, "source": ((NEVER,) * (len(source) - alike)) + dims[at:]}
+    named["mask"] = broadcast(shape_of(mask), dims, shape)
+    return call.rule(dims, named, linear=[call.group("self", "source")])
 
 
 @factors(aten.searchsorted.Tensor)

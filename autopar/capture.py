@@ -7,6 +7,7 @@ compared with eager where weights are real.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from autopar.compare_with_eager import compare_with_eager
 from autopar.custom_functions import refuse_other_backwards
 from autopar.errors import AutoparError
 from autopar.evaluate import double, run_graph, to_float64
-from autopar.export_model import Call, Loss, Outputs, aliases_of, export_model
+from autopar.export_model import Call, Exported, Loss, Outputs, aliases_of, export_model
 from autopar.signature import InputSpec, Signature
 from autopar.traps import refuse_model
 from autopar.trees import unflatten
@@ -144,14 +145,15 @@ def capture(
         raise AutoparError(f"global_batch: is {batch!r} (it counts the rows of a step). Give an integer of at least 1.")
     call = Call(model, signature, loss, loss_required)
     whole = export_model(call, batch)
-    tiny = export_model(call, TINY if batch != TINY else TINY + 1)
-    _refuse_other_program(whole.graph, tiny.graph, batch)
-    refuse_other_backwards(tiny.applied)
+    rows, other = _export_at_another(call, batch)
+    _refuse_other_program(whole.graph, other.graph, batch)
+    refuse_other_backwards(other.applied)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     real = signature.real and not any(t.is_meta for t in (*parameters.values(), *buffers.values()))
     if check and real:
         attributes = {**whole.constants, **buffers, **parameters}
-        compare_with_eager(call, (whole if batch == TINY else tiny).graph, TINY, attributes, twice=bool(whole.changed))
+        fewer, graph = (rows, other.graph) if rows < batch else (batch, whole.graph)
+        compare_with_eager(call, graph, fewer, attributes, twice=bool(whole.changed))
     hints = whole.hints
     if whole.changed and not (check and real):
         hints += (f"{', '.join(whole.changed)}: changed by forward; the graph keeps what it computed at capture.",)
@@ -174,6 +176,18 @@ def capture(
         hints=hints,
         relaxations={} if dropout == "exact" else {"dropout": dropout},
     )
+
+
+def _export_at_another(call: Call, batch: int) -> tuple[int, Exported]:
+    """A number of rows other than ``batch``, and the model exported with so many: few, or twice as many where the
+    model cannot do with few (it takes the 4 rows of largest loss)."""
+    rows = TINY if batch != TINY else TINY + 1
+    try:
+        return rows, export_model(call, rows)
+    except AutoparError:
+        with contextlib.suppress(AutoparError):
+            return 2 * batch, export_model(call, 2 * batch)
+        raise
 
 
 def _refuse_other_program(whole: fx.GraphModule, tiny: fx.GraphModule, batch: int) -> None:

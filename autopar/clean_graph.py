@@ -96,7 +96,8 @@ class _Inliner:
             return None
         plain = isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
         if not plain and not _symbolic(node):
-            name = getattr(node.target, "__name__", node.target)
+            functional = str(getattr(node.target, "__module__", "")).startswith("torch._functorch")
+            name = "torch.vmap or torch.func" if functional else getattr(node.target, "__name__", node.target)
             raise AutoparError(f"{_raw_place(node)}: uses {name} (only plain ops can be split). Write it with them.")
         if getattr(node.target, "_schema", None) is not None:
             name = node.target._schema.name  # type: ignore[union-attr]

@@ -12,7 +12,8 @@ from torch import fx, nn
 
 from autopar.errors import AutoparError
 from autopar.evaluate import run_graph
-from autopar.export_model import Call, buffer_slots, numbers_of
+from autopar.export_model import Call, buffer_slots
+from autopar.python_state import python_state_kept
 from autopar.traps import refuse_run
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4}  # of the largest value; the ops are the same
@@ -44,7 +45,7 @@ def compare_with_eager(
         except Exception as error:
             raise refuse_run(model, error, "fails in the captured graph, unlike in eager") from error
     for got, want in zip(again, eager.outputs):
-        _refuse_difference("a second run of the model", got, want, 0.0)
+        _refuse_difference("a second run of the model", got, want, 0.0, exact=not got.is_cuda)
     for i, (got, want) in enumerate(zip(captured.outputs, eager.outputs, strict=True)):
         _refuse_difference("loss" if i == 0 else f"output {i}", got, want, 0.0)
     floor = FLOOR * max((_largest(g) for g in eager.gradients.values() if g is not None), default=0.0)
@@ -67,7 +68,7 @@ class _Result:
 def _eager(call: Call, rows: int, twice: bool) -> tuple[_Result, tuple[torch.Tensor, ...]]:
     """The model's own result, and, if ``twice``, the outputs of a second run from the same buffers."""
     try:
-        with _numbers_kept(call.model):
+        with python_state_kept(call.model):
             with _buffers_kept(call.model):
                 torch.manual_seed(SEED)
                 outputs, _, _ = call(call.signature.example(rows))
@@ -110,18 +111,6 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers[key] = tensor
 
 
-@contextmanager
-def _numbers_kept(model: nn.Module) -> Iterator[None]:
-    """Put the Python numbers that modules keep back at the end."""
-    before, modules = numbers_of(model), dict(model.named_modules())
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            path, _, key = name.rpartition(".")
-            modules[path].__dict__[key] = value
-
-
 def _refuse_gradient(name: str, got: torch.Tensor | None, want: torch.Tensor | None, floor: float) -> None:
     if got is None and want is None:
         return
@@ -131,7 +120,7 @@ def _refuse_gradient(name: str, got: torch.Tensor | None, want: torch.Tensor | N
     _refuse_difference(f"gradient of {name}", got, want, floor)
 
 
-def _refuse_difference(what: str, got: torch.Tensor, want: torch.Tensor, floor: float) -> None:
+def _refuse_difference(what: str, got: torch.Tensor, want: torch.Tensor, floor: float, *, exact: bool = False) -> None:
     """Raise unless equal within the dtype's tolerance times the largest value (at least ``floor``)."""
     if got.shape != want.shape or got.dtype != want.dtype:
         a, b = (f"{t.dtype} {tuple(t.shape)}" for t in (got, want))
@@ -141,7 +130,7 @@ def _refuse_difference(what: str, got: torch.Tensor, want: torch.Tensor, floor: 
     wide = torch.complex128 if got.is_complex() else torch.float64
     a64, b64 = got.detach().to(wide), want.detach().to(wide)
     scale = max(_largest(want), floor)
-    inexact = got.is_floating_point() or got.is_complex()
+    inexact = (got.is_floating_point() or got.is_complex()) and not exact
     limit = TOLERANCE.get(got.dtype, COARSE) * scale if inexact else 0.0
     if not torch.allclose(a64, b64, rtol=0.0, atol=limit, equal_nan=True):
         worst = float((a64 - b64).abs().nan_to_num(float("inf")).max())

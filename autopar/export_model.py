@@ -17,11 +17,12 @@ from unittest.mock import patch
 import torch
 from torch import fx, nn
 from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.clean_graph import clean_graph, sharing_memory, writes_in_place
 from autopar.custom_functions import Applied
 from autopar.errors import AutoparError
+from autopar.python_state import python_state_kept
 from autopar.signature import Signature
 from autopar.traps import refuse_failure, watched_trace
 from autopar.trees import Tree, flatten
@@ -47,7 +48,7 @@ class Exported:
     constants: dict[str, torch.Tensor]
     outputs: Outputs
     has_loss: bool
-    changed: tuple[str, ...]  # Python numbers of modules that forward changed
+    changed: tuple[str, ...]  # what modules keep in Python that forward changed
     hints: tuple[str, ...]
     applied: tuple[Applied, ...]  # calls of the model's own autograd.Functions
 
@@ -141,6 +142,12 @@ def export_model(call: Call, rows: int) -> Exported:
     kinds |= dict.fromkeys(call.trainable, "trainable")
     graph, constants = clean_graph(program, [s.name for s in call.signature.inputs], aliases_of(model), kinds)
     constants = {name: _own(flat, name, tensor) for name, tensor in constants.items()}
+    stale = next((name for name, tensor in constants.items() if isinstance(tensor, FakeTensor)), None)
+    if stale is not None:
+        raise AutoparError(
+            f"{type(model).__name__}: reads a tensor without values that an earlier trace left in a cache ({stale}; "
+            "functools.cache, say). Keep no tensors between calls, or run the model once before capture."
+        )
     outputs = _without_opaque(flat.seen.outputs, hints)
     if flat.seen.has_loss and call.loss_required and not _learns(graph, kinds):
         raise AutoparError(
@@ -182,23 +189,13 @@ class _Flat(nn.Module):
         self.call, self.seen = call, _Seen()
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        held, before = buffer_slots(self.model), numbers_of(self.model)
-        tensors, self.seen.outputs, self.seen.has_loss = self.call(leaves)
-        now = numbers_of(self.model)
-        self.seen.changed = tuple(name for name, value in before.items() if repr(now.get(name)) != repr(value))
+        held = buffer_slots(self.model)
+        with python_state_kept(self.model) as changed:
+            tensors, self.seen.outputs, self.seen.has_loss = self.call(leaves)
+            self.seen.changed = changed()
         for name, module, key, tensor in held:
             _write_back(name, module, key, tensor)
         return tensors
-
-
-def numbers_of(model: nn.Module) -> dict[str, int | float]:
-    """The Python numbers that the modules keep, by FQN and attribute."""
-    return {
-        f"{name}.{key}".lstrip("."): value
-        for name, module in model.named_modules()
-        for key, value in vars(module).items()
-        if isinstance(value, (int, float))
-    }
 
 
 def buffer_slots(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:

@@ -155,6 +155,15 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: l
         with preserve_node_meta(), annotate({REGION: len(regions) - 1}), torch.set_grad_enabled(learns):
             return run(*args)
 
+    def differentiate(*args: Any, **kwargs: Any) -> Any:
+        if not is_users(sys._getframe(1).f_code.co_filename):
+            return original_grad(*args, **kwargs)
+        raise AutoparError(
+            f"{where_now(names)}: takes a gradient inside forward (capture would not see how it was made). Write the "
+            "derivative with plain ops."
+        )
+
+    original_grad = torch.autograd.grad
     original_inference: Callable[[Any], None] = torch.inference_mode.__enter__
     original_hook = torch.Tensor.register_hook
     original_checkpoint = torch.utils.checkpoint._checkpoint_without_reentrant_generator
@@ -163,6 +172,7 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: l
         stack.enter_context(patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", reentrant))
         if backward:
             stack.enter_context(inlined(lambda: where_now(names), applied))
+            stack.enter_context(patch.object(torch.autograd, "grad", differentiate))
             stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
             stack.enter_context(patch.object(torch.inference_mode, "__enter__", enter_inference))
         yield

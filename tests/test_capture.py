@@ -574,6 +574,57 @@ def test_no_grad_regions_are_inlined_and_detached() -> None:
     assert len(captured.graph.graph.find_nodes(op="call_function", target=aten.linear.default)) == 2
 
 
+class Tables(nn.Module):
+    """Makes its tables when first asked, as rotary embeddings do, and keeps what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.tables, self.cos, self.longest, self.seen = nn.Linear(4, 4), {}, None, 0, []
+
+    def forward(self, x):
+        n = x.shape[1]
+        if n > self.longest:
+            self.longest, self.cos = n, torch.arange(n).float().cos()[:, None]
+        if n not in self.tables:
+            self.tables[n] = torch.arange(n).float().sin()[:, None]
+        if "places" not in self._buffers:
+            self.register_buffer("places", torch.arange(4.0), persistent=False)
+        self.seen.append(self.fc(x) + self.places)
+        self.last = self.seen.pop() * self.cos[:n] + self.tables[n]
+        return self.last.pow(2).mean()
+
+
+def test_tables_made_when_first_asked() -> None:
+    model, x = Tables(), torch.randn(6, 3, 4)
+    captured = capture(model, (x,))
+    assert captured.checked == "equal" and not captured.buffers and not captured.hints
+    assert (model.tables, model.cos, model.longest, model.seen) == ({}, None, 0, [])
+    assert not hasattr(model, "last") and "places" not in dict(model.named_buffers())
+    assert_equal_to_eager(captured, model, (x,))
+    made = model.cos
+    assert capture(model, (x,)).checked == "equal" and model.cos is made
+    with torch.device("meta"):
+        hints = capture(Tables(), (torch.empty(6, 3, 4),)).hints
+    assert hints == (
+        "cos, last, longest, places, tables: changed by forward; the graph keeps what it computed at capture.",
+    )
+
+
+def test_rows_that_few_rows_do_not_have() -> None:
+    class Hardest(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x, labels):
+            return F.cross_entropy(self.fc(x), labels, reduction="none").topk(4).values.mean()
+
+    model, x, labels = Hardest(), torch.randn(6, 4), torch.arange(6) % 3
+    captured = capture(model, (x, labels))
+    assert captured.checked == "equal"
+    assert_equal_to_eager(captured, model, (x, labels))
+
+
 class Checkpointed(nn.Module):
     def __init__(self, **how: bool) -> None:
         super().__init__()

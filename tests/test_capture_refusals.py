@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 import pytest
@@ -281,8 +282,29 @@ def test_inference_mode() -> None:
 
 
 def test_vmap_and_sparse() -> None:
-    refused(Model(torch.func.vmap(torch.sin)), "Model (", HERE, "only plain ops")
+    refused(Model(torch.func.vmap(torch.sin)), "Model (", HERE, "torch.vmap", "only plain ops")
     refused(Model(lambda out: out.to_sparse().to_dense()), "Model (", HERE, "sparse")
+
+
+def test_gradients_inside_forward() -> None:
+    def penalty(out):
+        x = out.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
+        return out + grad
+
+    refused(Model(penalty), "Model (", HERE, "takes a gradient inside forward")
+
+
+def test_tensors_kept_outside_of_the_model() -> None:
+    @functools.cache
+    def table(n):
+        return torch.arange(float(n))
+
+    refused(Model(lambda out: out + table(4)), "Model: reads a tensor without values", "functools.cache")
+    table.cache_clear()
+    model = Model(lambda out: out + table(4))
+    model(X)
+    assert capture(model, (X,)).checked == "equal"
 
 
 def test_control_flow_operator() -> None:
@@ -319,6 +341,29 @@ def test_state_kept_in_python_is_found_by_the_comparison() -> None:
     with torch.device("meta"):
         model = Counts()
     assert capture(model, (X,)).hints == ("calls: changed by forward; the graph keeps what it computed at capture.",)
+
+
+def test_tensors_carried_in_python_are_found_by_the_comparison() -> None:
+    class Carries(nn.Module):
+        def __init__(self, container) -> None:
+            super().__init__()
+            self.fc, self.seen = nn.Linear(4, 4), container
+
+        def forward(self, x):
+            out = self.fc(x)
+            before = sum(self.seen.values()) if isinstance(self.seen, dict) else sum(self.seen or ())
+            if isinstance(self.seen, dict):
+                self.seen["x"] = out.detach().mean()
+            elif isinstance(self.seen, list):
+                self.seen.append(out.detach().mean())
+            else:
+                self.seen = [out.detach().mean()]
+            return (out + before).pow(2).mean()
+
+    for container in (None, [], {}):
+        model = Carries(container)
+        refused(model, "a second run of the model: differs from eager")
+        assert not model.seen
 
 
 def test_not_a_module() -> None:

@@ -124,6 +124,11 @@ def _sum_over_count(graph: fx.Graph, node: fx.Node, loss: _Loss) -> fx.Node:
     if loss.mean:
         count = call(graph, ops.cross_entropy_count.default, (target, weight, loss.ignore_index, wide), like=node)
         new = call(graph, aten.div.Tensor, (new, count), like=node)
+        if weight is not None and loss.smoothing:  # torch divides two sums, of which one is 0 where the count is
+            nothing = call(graph, aten.sub.Tensor, (count, count), like=node)
+            new = call(
+                graph, aten.add.Tensor, (new, call(graph, aten.div.Tensor, (nothing, count), like=node)), like=node
+            )
     return new if wide == dtype else call(graph, aten.to.dtype, (new, dtype), like=node)
 
 

@@ -425,6 +425,17 @@ def no_valid_token() -> Built:
 
 
 @batch
+def classes_without_weight() -> Built:
+    weight = torch.rand(C)
+    weight[3] = 0.0
+
+    def loss(x, y):
+        return F.cross_entropy(x.flatten(0, 1), y.flatten(), weight.to(x.dtype), label_smoothing=0.1)
+
+    return classified(loss, torch.full((B, T), 3), T)
+
+
+@batch
 def nothing_in_the_mask() -> Built:
     def forward(self, x, mask):
         return (self.fc(x).squeeze(-1) * mask).sum() / mask.sum()

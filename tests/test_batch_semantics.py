@@ -46,7 +46,7 @@ def test_equal_to_one_process(kind: str, name: str, judge_of: Judges) -> None:
 
 
 def test_no_valid_token_is_nan_as_in_eager(judge_of: Judges) -> None:
-    for name in ("no_valid_token", "nothing_in_the_mask"):
+    for name in ("no_valid_token", "nothing_in_the_mask", "classes_without_weight"):
         assert judge_of(f"{MODELS}:{name}").reference.loss.isnan()
     assert judge_of(f"{MODELS}:valid_token_in_one_row_only").reference.loss.isfinite()
 
@@ -55,7 +55,7 @@ def test_no_valid_token_is_nan_as_in_eager(judge_of: Judges) -> None:
     "plan", [{"dp": 4}, {"dp": 4, "microbatches": 3}, {"dp": 2, "tp": 2, "microbatches": 6}], ids=str
 )
 def test_ranks_and_microbatches_without_a_valid_token(plan: dict[str, int], judge_of: Judges) -> None:
-    for name in ("valid_token_in_one_row_only", "no_valid_token", "mean_over_a_mask"):
+    for name in ("valid_token_in_one_row_only", "no_valid_token", "classes_without_weight", "mean_over_a_mask"):
         judge_of(f"{MODELS}:{name}").pinned(**plan)
 
 

@@ -39,7 +39,7 @@ def counter_random(gm: fx.GraphModule) -> fx.GraphModule:
         ``dropout(x, 0.1, True)`` -> ``autopar.dropout(x, 0.1, draw=0)``
     """
     graph, numbers = gm.graph, itertools.count()
-    relaxed = gm.meta.get("dropout") == "per-rank"
+    relaxed, masks = gm.meta.get("dropout") == "per-rank", dict[tuple[int, int], fx.Node]()
     for node in list(graph.nodes):
         if not is_random(node):
             continue
@@ -47,7 +47,7 @@ def counter_random(gm: fx.GraphModule) -> fx.GraphModule:
             node.meta[RELAXED] = True
             continue
         with graph.inserting_before(node):
-            made = _rewrite(Draw(graph, node, numbers))
+            made = _rewrite(Draw(graph, node, numbers, masks))
         if isinstance(made, fx.Node):
             node.replace_all_uses_with(made)
         for user in list(node.users):
@@ -72,10 +72,13 @@ def is_random(node: fx.Node) -> bool:
 
 
 class Draw:
-    """Makes nodes in the place of ``node``; ``given``: its arguments by name; ``name``: its own, without underscore."""
+    """Makes nodes in the place of ``node``; ``given``: its arguments by name; ``name``: its own, without underscore;
+    ``masks``: causal ones of the graph so far, by numbers of queries and keys."""
 
-    def __init__(self, graph: fx.Graph, node: fx.Node, numbers: Iterator[int]) -> None:
-        self.graph, self.node, self.numbers = graph, node, numbers
+    def __init__(
+        self, graph: fx.Graph, node: fx.Node, numbers: Iterator[int], masks: dict[tuple[int, int], fx.Node]
+    ) -> None:
+        self.graph, self.node, self.numbers, self.masks = graph, node, numbers, masks
         self.given = arguments(node)
         self.name = node.target._schema.name.split("::")[1].rstrip("_")  # type: ignore[union-attr]
 
@@ -285,13 +288,12 @@ def _attention(draw: Draw) -> fx.Node:
     scale = draw.given["scale"]
     q = draw(aten.mul.Tensor, q, 1 / math.sqrt(shape[-1]) if scale is None else scale)
     scores = draw(aten.matmul.default, q, draw(aten.transpose.int, k, -2, -1))
-    mask = draw.given["attn_mask"]
+    mask, softmax = draw.given["attn_mask"], aten.softmax.int
     if draw.given["is_causal"]:
-        mask = _causal(draw, shape[-2], _shape(k)[-2])
-    if mask is not None:
-        scores = _masked(draw, scores, mask)
+        scores = _masked(draw, scores, _causal(draw, shape[-2], _shape(k)[-2]))
+    elif mask is not None:
+        scores, softmax = _masked(draw, scores, mask), aten._safe_softmax.default  # a row that sees nothing is zeros
     scores = draw.cast(scores, torch.float32) if dtype in NARROW else scores
-    softmax = aten.softmax.int if mask is None else aten._safe_softmax.default  # a row that sees nothing is zeros
     weights = draw.cast(draw(softmax, scores, -1), dtype)
     return draw(aten.matmul.default, draw.dropout(weights, draw.given["dropout_p"]), v)
 
@@ -304,8 +306,10 @@ def _masked(draw: Draw, scores: fx.Node, mask: fx.Node) -> fx.Node:
 
 def _causal(draw: Draw, queries: int, keys: int) -> fx.Node:
     """Whether a query sees a key: those up to its own number."""
-    i, j = (draw(aten.arange.default, n, device=torch.device("cpu")) for n in (queries, keys))
-    return draw(aten.ge.Tensor, draw(aten.unsqueeze.default, i, 1), j)
+    if (queries, keys) not in draw.masks:
+        i, j = (draw(aten.arange.default, n, device=torch.device("cpu")) for n in (queries, keys))
+        draw.masks[queries, keys] = draw(aten.ge.Tensor, draw(aten.unsqueeze.default, i, 1), j)
+    return draw.masks[queries, keys]
 
 
 def _repeated(draw: Draw, x: fx.Node, heads: int) -> fx.Node:

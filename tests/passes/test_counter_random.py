@@ -178,6 +178,16 @@ def test_attention_is_torchs(tools: Any, mask: str, heads: int) -> None:
     torch.testing.assert_close(made, F.scaled_dot_product_attention(q, k, v, **given), equal_nan=True)
 
 
+def test_layers_share_a_causal_mask(tools: Any) -> None:
+    def body(q: Tensor) -> Tensor:
+        for _ in range(3):
+            q = F.scaled_dot_product_attention(q, q, q, dropout_p=0.1, is_causal=True)
+        return q.sum()
+
+    gm = counter_random(tools.export(Of(body), (torch.randn(2, 4, 5, 6),)))
+    assert [str(n.target) for n in gm.graph.nodes].count("aten.ge.Tensor") == 1
+
+
 @pytest.mark.filterwarnings("ignore:The tensor attributes")
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 @pytest.mark.parametrize("options", [{}, {"bidirectional": True, "batch_first": True}, {"bias": False}], ids=str)

@@ -120,6 +120,15 @@ def lengths(along: Mapping[fx.Node, Along]) -> list[int]:
     return [n for n, _ in found.most_common() if n > 1]
 
 
+def why_uncut(op: fx.Node, size: int, known: Along) -> str:
+    """Why an axis of ``size`` ranks does not cut the sequence of an op."""
+    found = rule(op)
+    if found is None:
+        return "it has no rule"
+    rows = [x for x in (*known.operands, *known.results) if x.dims - ({x.batch[0]} if x.batch else set())]
+    return f"no dim of its sequence may be cut over {size} ranks" if rows else "it has no dim of the sequence"
+
+
 def cuts_nothing(size: int, along: Mapping[fx.Node, Along]) -> str:
     """What to say where an axis of ``size`` ranks divides no op with FLOPs along the sequence."""
     what = f"pins: sp={size} divides no matmul, attention or convolution of this model along its sequence"
@@ -172,4 +181,15 @@ def _uncut_row(op: fx.Node, dim: int, like: Dims | None) -> bool:
     return dim in like if like is not None else "norm" not in str(op.target)
 
 
-__all__ = ["DIVIDE", "Along", "Dims", "Held", "Rows", "along_sequence", "cuts_nothing", "rows_of", "sequences"]
+__all__ = [
+    "DIVIDE",
+    "Along",
+    "Dims",
+    "Held",
+    "Rows",
+    "along_sequence",
+    "cuts_nothing",
+    "rows_of",
+    "sequences",
+    "why_uncut",
+]

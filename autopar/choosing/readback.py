@@ -18,7 +18,7 @@ from autopar.passes.follow_time import TimeChoices
 from autopar.passes.layout import Layout
 from autopar.passes.parameter_states import ParameterState
 from autopar.passes.roles import divides_nothing, why_whole
-from autopar.passes.sequence import DIVIDE, cuts_nothing
+from autopar.passes.sequence import DIVIDE, cuts_nothing, why_uncut
 from autopar.passes.sides import sides
 from autopar.passes.split_prologue import copy_graph
 from autopar.plan import Plan, Whole
@@ -110,9 +110,11 @@ def _left_whole(posed: Posed, assignment: Assignment) -> tuple[Whole, ...]:
             continue
         name, size = posed.mesh.axes[axis].name, posed.mesh.axes[axis].size
         idle = [op for op, chosen in done.items() if flops(op) and chosen.choices[axis].kind not in DIVIDE]
-        whole = [
-            Whole(name, fact(op).fqn or op.name, str(op.target), why_whole(op, size, roles.limits[op])) for op in idle
+        why = [
+            why_whole(op, size, roles.limits[op]) if axis == roles.tensor else why_uncut(op, size, roles.along[op])
+            for op in idle
         ]
+        whole = [Whole(name, fact(op).fqn or op.name, str(op.target), w) for op, w in zip(idle, why, strict=True)]
         if len(idle) == sum(flops(op) > 0 for op in done):
             words = [f"{w.fqn} ({w.op.removeprefix('aten.')}): {w.why}" for w in whole]
             raise AutoparError(

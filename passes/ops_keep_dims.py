@@ -132,9 +132,13 @@ def _groups_after(node: fx.Node, region: dict[fx.Node, Groups]) -> Groups | None
 
 def _linear(node: fx.Node) -> tuple[Any, Any, Any]:
     """Rows, weight (``[out, in]`` of a linear, ``[in, out]`` of the others) and bias, if any."""
-    names = {aten.addmm.default: ("mat1", "mat2", "self"), aten.mm.default: ("self", "mat2", "bias")}
+    names: dict[Any, tuple[str, str, str]] = {
+        aten.linear.default: ("input", "weight", "bias"),
+        aten.addmm.default: ("mat1", "mat2", "self"),
+        aten.mm.default: ("self", "mat2", "bias"),
+    }
     given = arguments(node)
-    rows, weight, bias = names.get(node.target, ("input", "weight", "bias"))  # type: ignore[arg-type]
+    rows, weight, bias = names[node.target]
     return given[rows], given[weight], given.get(bias)
 
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.passes.divide_work import has_flops
+from autopar.passes.divide_work import has_flops, is_recurrent, recurrent_flops
 
 if TYPE_CHECKING:
     from autopar.passes.lower import Local
@@ -163,6 +163,8 @@ class Run(fx.Interpreter):
 def _count(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """On the meta device, where attention is two products that the counter knows; it knows no fused kernel of CPUs."""
     args, kwargs = tree_map(_alone, (args, kwargs))
+    if is_recurrent(target):
+        return recurrent_flops(args) * (3 if any(t.requires_grad for t in _tensors(args)) else 1)
     with FlopCounterMode(display=False) as counter:
         made = [t for t in _tensors(target(*args, **kwargs)) if t.requires_grad]
         torch.autograd.backward(made, [torch.empty_like(t) for t in made])

@@ -27,6 +27,7 @@ FLOP = 100.0  # an undivided FLOP costs as much as moving this many bytes: a pin
 WEIGHT = 100.0  # likewise a byte of an undivided weight or embedding table
 IDLE = 1e-4  # a byte of an undivided result: breaks ties in favour of dividing
 PARTIAL_BYTE = 1e-3  # a byte kept as a partial sum: breaks ties in favour of reducing early
+PRODUCTS = frozenset("linear mm bmm matmul addmm baddbmm einsum addbmm bilinear experts_mm".split())
 
 aten = torch.ops.aten
 
@@ -279,8 +280,7 @@ def own_cost(node: fx.Node, choice: Choice, plan: Strategy, axis: int, n: int) -
 
 
 def flops(node: fx.Node) -> float:
-    """FLOPs of the whole op, forward, as torch's counter has them (matmul, attention, convolution, recurrent layer; else
-    0)."""
+    """FLOPs of the whole op, forward, as torch's counter has them; 0 but of products, convolutions and the like."""
     if not has_flops(node.target):
         return 0.0
     if "autopar_flops" not in node.meta:
@@ -322,18 +322,7 @@ def _name(target: Any) -> str:
 def has_flops(target: Any) -> bool:
     """Whether the op may have FLOPs."""
     name = _name(target)
-    return is_recurrent(target) or name in {
-        "linear",
-        "mm",
-        "bmm",
-        "matmul",
-        "addmm",
-        "baddbmm",
-        "einsum",
-        "addbmm",
-        "bilinear",
-        "experts_mm",
-    } or "conv" in name or "attention" in name
+    return name in PRODUCTS or "conv" in name or "attention" in name or is_recurrent(target)
 
 
 def _cuts_batch(node: fx.Node, plan: Strategy, axis: int, batched: Mapping[fx.Node, int]) -> bool:

@@ -26,7 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import fx
 
-from autopar.passes.divide_work import flops
+from autopar.passes.divide_work import flops, is_recurrent
 from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.rules.core import LOCALIZE
@@ -163,9 +163,11 @@ class _Op:
             return self.zero, self.zero
         if "attention" in name:
             return self._attention(whole)
+        forward = whole * _divided(self.node, self.strategies, self.mesh)
+        if is_recurrent(self.node.target):
+            return forward, 2 * forward * any(v.grad for v in self.inputs)
         factors = PRODUCTS.get(name, (0, 1) if name != "einsum" else tuple(range(len(self.inputs))))
         times = sum(self.inputs[i].grad for i in factors if i < len(self.inputs))
-        forward = whole * _divided(self.node, self.strategies, self.mesh)
         return forward, forward * times
 
     def _attention(self, whole: float) -> tuple[Array, Array]:

@@ -8,6 +8,7 @@ items, so that what is local stays in proportion.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -140,11 +141,11 @@ def _layout(
             if isinstance(word, str):
                 kinds[axis] = word
                 continue
-            if any(n % mesh.axes[axis].size for n in special.divides):
+            dim, parts = word if isinstance(word, tuple) else (word, ())
+            lengths = special.divides if special.uneven else (*special.divides, *(parts or (v.shape[dim],)))
+            if any(n % mesh.axes[axis].size for n in lengths):
                 return None
-            if v.shape[word] % mesh.axes[axis].size and not special.uneven:
-                return None
-            cuts[word].append((axis, WHOLE))
+            cuts[dim].append((axis, Split((), parts)))
             kinds[axis] = "S"
             continue
         place = next((d for d, dim in enumerate(named) if choice.name in dim.factors), None)
@@ -256,9 +257,9 @@ def share(node: fx.Node, choice: Choice, axis: Axis) -> float:
         return max(axis.rows) / sum(axis.rows)
     if choice.kind == "special":
         words = special_of(node, choice.name).operands
-        lengths: tuple[int, ...] = tuple(
-            value(n).shape[w] for n, w in zip(operand_nodes(node), words, strict=True) if isinstance(w, int)
-        )
+        shapes = [value(n).shape for n in operand_nodes(node)]
+        cut = [(s[w],) if isinstance(w, int) else w[1] for s, w in zip(shapes, words) if not isinstance(w, str)]
+        lengths = tuple(itertools.chain.from_iterable(cut))
     else:
         lengths = choice.parts or _lengths(node, choice.name)
     items = choice.items or math.gcd(*lengths)

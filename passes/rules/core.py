@@ -29,6 +29,7 @@ class Dim:
 
 
 Dims = tuple[Dim, ...]
+Word = str | int | tuple[int, tuple[int, ...]]  # what a special does with a tensor
 
 
 def dims(text: str) -> Dims:
@@ -53,15 +54,16 @@ class Special:
     """A strategy on one axis that no factor describes, with a lowering of its own.
 
     ``operands``/``results``: per tensor operand and result ``"R"``, ``"I"``, ``"P"`` or the dim (int) that is cut (it
-    is the innermost cut of its dim, and even unless ``uneven``). ``lower(emitter, node, axis)`` emits local nodes, the
-    same ops on every rank, and returns the node that stands for the result (a tuple-producing node for multi-output
-    ops). ``divides``: lengths that the axis must divide besides. ``several``: specials that are may be chosen together,
-    each on any number of axes and in any nest; ``lower`` is then called once and reads the others off the strategy.
+    is the innermost cut of its dim, and even unless ``uneven``), or the dim and the lengths of its parts.
+    ``lower(emitter, node, axis)`` emits local nodes, the same ops on every rank, and returns the node that stands for
+    the result (a tuple-producing node for multi-output ops). ``divides``: lengths that the axis must divide besides.
+    ``several``: specials that are may be chosen together, each on any number of axes and in any nest; ``lower`` is then
+    called once and reads the others off the strategy.
     """
 
     name: str
-    operands: tuple[str | int, ...]
-    results: tuple[str | int, ...]
+    operands: tuple[Word, ...]
+    results: tuple[Word, ...]
     lower: Callable[[Emitter, fx.Node, int], Any]
     divides: tuple[int, ...] = ()
     uneven: bool = False
@@ -76,7 +78,8 @@ class Rule:
     operand index -> the summed factors it stands outside of (it is ``P`` when one of them is split). ``linear``: groups
     of operand indices in which the op is jointly, homogeneously linear. A factor that is in no result may be split only
     if the results are the plain sum of the pieces' results: else list it in ``whole``. ``positions``: factors along
-    which the result hangs on where it stands: never cut over time, lowered by what `placed` registers.
+    which the result hangs on where it stands: never cut over time, lowered by what `placed` registers. ``why``: what
+    keeps work that one would expect to be divided whole.
     """
 
     operands: tuple[Dims, ...]
@@ -87,6 +90,7 @@ class Rule:
     linear: tuple[frozenset[int], ...] = ()
     specials: tuple[Special, ...] = ()
     positions: frozenset[str] = frozenset()
+    why: str = ""
 
     def factors(self) -> tuple[str, ...]:
         """The factors that may be split, in order of appearance."""

@@ -63,6 +63,7 @@ class Call:
         whole: Iterable[str] = (),
         specials: tuple[Special, ...] = (),
         positions: Iterable[str] = (),
+        why: str = "",
     ) -> Rule:
         """A `Rule` with dims by argument name: one `Dims`, or for a list argument one per tensor. Tensor arguments that
         are not named are never split. Linear groups with an operand that would lose digits in the result are dropped.
@@ -86,6 +87,7 @@ class Call:
             tuple(dict.fromkeys(kept)),
             specials,
             frozenset(positions),
+            why,
         )
 
 

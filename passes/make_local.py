@@ -27,10 +27,14 @@ from autopar.passes.changes import Step
 from autopar.passes.emit import Emitter
 from autopar.passes.facts import RELAXED, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
-from autopar.passes.layout import SHARD, Mesh
+from autopar.passes.layout import PARTIAL, SHARD, Mesh
+from autopar.passes.rules.convolution import CONVOLUTIONS, TRANSPOSED
 from autopar.passes.rules.core import LOCALIZE, PLACES
 from autopar.passes.strategy import at_positions, special_of
 from autopar.runtime.counter_random import draws, runs_of
+
+aten = torch.ops.aten
+PRODUCTS = (aten.linear.default, *CONVOLUTIONS, *TRANSPOSED)
 
 
 @dataclass(frozen=True)
@@ -126,10 +130,31 @@ def lower_node(node: fx.Node, emitter: Emitter) -> fx.Node:
             kwargs = {**kwargs, "device": emitter.device}
         if draws(node.target):
             kwargs = {**kwargs, **_place(node, emitter)}
-        local = emitter.call(node.target, *args, **kwargs)
+        if _has_bias_apart(node, emitter.mesh):
+            local = emitter.call(node.target, *args[:2], None, *args[3:], **kwargs)
+            local = emitter.call(aten.add.Tensor, local, _over_channels(node, args[2], emitter))
+        else:
+            local = emitter.call(node.target, *args, **kwargs)
     assert isinstance(local, fx.Node)
     _check(node, local, sizes)
     return local
+
+
+def _has_bias_apart(node: fx.Node, mesh: Mesh) -> bool:
+    """Whether the bias of a product is partial while ranks hold pieces of unequal sizes of the rest: kernels then sum
+    its gradient in orders of their own, and what is invariant must be the same on all ranks bit for bit."""
+    strategy = fact(node).strategy
+    if node.target not in PRODUCTS or len(node.args) < 3 or not isinstance(node.args[2], fx.Node) or strategy is None:
+        return False
+    layouts = zip(operand_nodes(node), strategy.operands, strict=True)
+    even = all(layout.is_even(value(n).shape, mesh) for n, layout in layouts)
+    return PARTIAL in strategy.operands[2].kinds and not even
+
+
+def _over_channels(node: fx.Node, bias: fx.Node, emitter: Emitter) -> fx.Node:
+    if node.target is aten.linear.default:
+        return bias
+    return emitter.call(aten.reshape.default, bias, [*emitter.shape(bias), *[1] * (len(value(node).shape) - 2)])
 
 
 def _place(node: fx.Node, emitter: Emitter) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts
-from autopar.passes.facts import annotate
+from autopar.passes.facts import annotate, fact
 from autopar.passes.insert_changes import change
 from autopar.passes.layout import Axis, Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.passes.make_local import make_local
 from autopar.passes.rules.core import LOCALIZE
+from autopar.passes.strategy import choices, strategy
 from autopar.runtime.stacked_step import stacked_step
 
 
@@ -83,6 +85,35 @@ def test_numbers(tools: Any, axes: tuple[Axis, ...], zero: int) -> None:
     torch.testing.assert_close(got.loss, loss.detach(), rtol=1e-13, atol=0)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(got.gradients[name], parameter.grad, rtol=1e-12, atol=1e-13)
+
+
+def test_a_bias_has_one_gradient_where_pieces_are_unequal(tools: Any) -> None:
+    """Of 3 columns one rank has 2, the other 1; kernels then differ, the bias is the same on both (bit for bit, as
+    `stacked_step` asks)."""
+
+    class Columns(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.reshape(8, 3, 4).transpose(1, 2)).sin().sum()
+
+    torch.manual_seed(0)
+    model, x = Columns(3, 12).double(), torch.randn(8, 12, dtype=torch.float64)
+    gm = run(tools.export(model, (x,)), PREPARE)
+    annotate(gm, lambda fqn: True)
+    mesh, names = Mesh((Axis("tp", 2),)), ("weight", "bias")
+    gm, _ = complete_layouts(gm, mesh, parameters=frozenset(names), batch_inputs=frozenset("x"), batch=8, zero=0)
+    strategies = {}
+    for node in gm.graph.nodes:
+        if node.target is torch.ops.aten.linear.default:
+            plan = strategy(node, mesh, [next(c for c in choices(node, mesh, 0) if c.name == "i")], (0,))
+            strategies[node] = node.meta["autopar"] = replace(fact(node), strategy=plan)
+    assert strategies
+    found = programs(with_changes(Lowerable(gm, mesh, names, (), (), ("x",))))
+    products = [n for n in found[0].body[0].graph.nodes if n.target is torch.ops.aten.linear.default]
+    assert [n.args[2] for n in products] == [None]
+    got = stacked_step(found, dict(model.named_parameters()), [x])
+    loss = model(x)
+    loss.backward()
+    torch.testing.assert_close(got.gradients["bias"], model.bias.grad, rtol=1e-12, atol=1e-13)
 
 
 def test_a_rule_that_promises_another_shape_is_found_out(tools: Any, monkeypatch: pytest.MonkeyPatch) -> None:

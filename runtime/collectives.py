@@ -31,6 +31,7 @@ tensor([2, 3, 5])
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from autopar.passes.layout import Axis
 from autopar.runtime.library import differentiable
-from autopar.runtime.pieces import Run, exchange, join, pieces, put, split, take, total, widen, with_size
+from autopar.runtime.pieces import Run, Runs, exchange, join, pieces, put, split, take, total, widen, with_size
 
 _C10D = torch.ops._c10d_functional
 Held = tuple[str, tuple[Any, ...]]
@@ -210,128 +211,84 @@ wait_reduce_scatter = differentiable(
 # all-to-all
 
 
-def _stack_messages(
-    x: Tensor,
-    n: int,
-    c: int,
-    dim: int,
-    parts: list[int],
-    to_dim: int,
-    to_parts: list[int],
-    items: int = 0,
-    to_items: int = 0,
-) -> Tensor:
-    if dim == to_dim:
-        send, _, width = exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)
-        return split(x, dim, send, width)
-    held, wanted = pieces(parts, n, items), pieces(to_parts, n, to_items)
-    return split(widen(x, dim, total(held[0])), to_dim, wanted, total(wanted[0]))
+@dataclass(frozen=True)
+class _Recut:
+    """The literals of an all-to-all on one rank."""
+
+    n: int
+    c: int
+    dim: int
+    parts: list[int]
+    to_dim: int
+    to_parts: list[int]
+    items: int = 0
+    to_items: int = 0
+
+    @property
+    def held(self) -> tuple[Runs, ...]:
+        """What each coordinate has of ``dim`` before."""
+        return pieces(self.parts, self.n, self.items)
+
+    @property
+    def wanted(self) -> tuple[Runs, ...]:
+        """What each coordinate has of ``to_dim`` afterwards."""
+        return pieces(self.to_parts, self.n, self.to_items)
+
+    @property
+    def messages(self) -> tuple[tuple[Runs, ...], tuple[Runs, ...], int]:
+        """`exchange`, where it is one dim that is cut anew."""
+        parts, to_parts = tuple(self.parts), tuple(self.to_parts)
+        return exchange(parts, to_parts, self.n, self.c, self.items, self.to_items)
 
 
-def _start_all_to_all(
-    x: Tensor,
-    group: str,
-    n: int,
-    c: int,
-    dim: int,
-    parts: list[int],
-    to_dim: int,
-    to_parts: list[int],
-    items: int = 0,
-    to_items: int = 0,
-) -> Tensor:
-    _sized(x, dim, total(pieces(parts, n, items)[c]))
-    if dim != to_dim:
-        _sized(x, to_dim, sum(to_parts))
-    return _flying(_swap(_stack_messages(x, n, c, dim, parts, to_dim, to_parts, items, to_items), group, n), group)
+def _start_all_to_all(x: Tensor, group: str, *literals: Any) -> Tensor:
+    a = _Recut(*literals)
+    _sized(x, a.dim, total(a.held[a.c]))
+    if a.dim == a.to_dim:
+        send, _, width = a.messages
+        stacked = split(x, a.dim, send, width)
+    else:
+        _sized(x, a.to_dim, sum(a.to_parts))
+        stacked = split(widen(x, a.dim, total(a.held[0])), a.to_dim, a.wanted, total(a.wanted[0]))
+    return _flying(_swap(stacked, group, a.n), group)
 
 
-def _start_all_to_all_fake(
-    x: Tensor,
-    group: str,
-    n: int,
-    c: int,
-    dim: int,
-    parts: list[int],
-    to_dim: int,
-    to_parts: list[int],
-    items: int = 0,
-    to_items: int = 0,
-) -> Tensor:
-    if dim == to_dim:
-        return x.new_empty([n, *with_size(x, dim, exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)[2])])
-    shape = with_size(x, dim, total(pieces(parts, n, items)[0]))
-    shape[to_dim] = total(pieces(to_parts, n, to_items)[0])
-    return x.new_empty([n, *shape])
+def _start_all_to_all_fake(x: Tensor, group: str, *literals: Any) -> Tensor:
+    a = _Recut(*literals)
+    if a.dim == a.to_dim:
+        return x.new_empty([a.n, *with_size(x, a.dim, a.messages[2])])
+    shape = with_size(x, a.dim, total(a.held[0]))
+    shape[a.to_dim] = total(a.wanted[0])
+    return x.new_empty([a.n, *shape])
 
 
-def _start_all_to_all_adjoint(
-    grad: Tensor,
-    shape: torch.Size,
-    group: str,
-    n: int,
-    c: int,
-    dim: int,
-    parts: list[int],
-    to_dim: int,
-    to_parts: list[int],
-    items: int = 0,
-    to_items: int = 0,
-) -> Tensor:
-    back = wait(_swap(grad, group, n), group)
-    if dim == to_dim:
-        return join(back, dim, exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)[0])
-    return join(back.narrow(dim + 1, 0, shape[dim]), to_dim, pieces(to_parts, n, to_items))
+def _start_all_to_all_adjoint(grad: Tensor, shape: torch.Size, group: str, *literals: Any) -> Tensor:
+    a = _Recut(*literals)
+    back = wait(_swap(grad, group, a.n), group)
+    if a.dim == a.to_dim:
+        return join(back, a.dim, a.messages[0])
+    return join(back.narrow(a.dim + 1, 0, shape[a.dim]), a.to_dim, a.wanted)
 
 
-def _wait_all_to_all(
-    raw: Tensor,
-    n: int,
-    c: int,
-    dim: int,
-    parts: list[int],
-    to_dim: int,
-    to_parts: list[int],
-    items: int = 0,
-    to_items: int = 0,
-) -> Tensor:
-    done = _land(raw)
-    if dim == to_dim:
-        return join(done, dim, exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)[1])
-    return join(done.narrow(to_dim + 1, 0, total(pieces(to_parts, n, to_items)[c])), dim, pieces(parts, n, items))
+def _wait_all_to_all(raw: Tensor, *literals: Any) -> Tensor:
+    done, a = _land(raw), _Recut(*literals)
+    if a.dim == a.to_dim:
+        return join(done, a.dim, a.messages[1])
+    return join(done.narrow(a.to_dim + 1, 0, total(a.wanted[a.c])), a.dim, a.held)
 
 
-def _wait_all_to_all_fake(
-    raw: Tensor,
-    n: int,
-    c: int,
-    dim: int,
-    parts: list[int],
-    to_dim: int,
-    to_parts: list[int],
-    items: int = 0,
-    to_items: int = 0,
-) -> Tensor:
-    shape = with_size(raw[0], dim, sum(parts))
-    shape[to_dim] = total(pieces(to_parts, n, to_items)[c])
+def _wait_all_to_all_fake(raw: Tensor, *literals: Any) -> Tensor:
+    a = _Recut(*literals)
+    shape = with_size(raw[0], a.dim, sum(a.parts))
+    shape[a.to_dim] = total(a.wanted[a.c])
     return raw.new_empty(shape)
 
 
-def _wait_all_to_all_adjoint(
-    grad: Tensor,
-    shape: torch.Size,
-    n: int,
-    c: int,
-    dim: int,
-    parts: list[int],
-    to_dim: int,
-    to_parts: list[int],
-    items: int = 0,
-    to_items: int = 0,
-) -> Tensor:
-    if dim == to_dim:
-        return split(grad, dim, exchange(tuple(parts), tuple(to_parts), n, c, items, to_items)[1], shape[dim + 1])
-    return split(widen(grad, to_dim, shape[to_dim + 1]), dim, pieces(parts, n, items), shape[dim + 1])
+def _wait_all_to_all_adjoint(grad: Tensor, shape: torch.Size, *literals: Any) -> Tensor:
+    a = _Recut(*literals)
+    if a.dim == a.to_dim:
+        return split(grad, a.dim, a.messages[1], shape[a.dim + 1])
+    return split(widen(grad, a.to_dim, shape[a.to_dim + 1]), a.dim, a.held, shape[a.dim + 1])
 
 
 start_all_to_all = differentiable(

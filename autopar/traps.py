@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributions
 import torch.utils.checkpoint
 from torch import fx, nn
 from torch.fx.traceback import annotate, preserve_node_meta
@@ -170,6 +171,7 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: l
     with ExitStack() as stack:
         stack.enter_context(patch.object(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator", checkpoint))
         stack.enter_context(patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", reentrant))
+        stack.enter_context(patch.object(torch.distributions.Distribution, "_validate_args", False))  # reads values
         if backward:
             stack.enter_context(inlined(lambda: where_now(names), applied))
             stack.enter_context(patch.object(torch.autograd, "grad", differentiate))

@@ -724,3 +724,42 @@ def adapters_on_frozen_norms() -> Built:
     model.train = train
     model.frozen.running_mean.normal_()
     return model.train(), xy(8, 8, 3), {}
+
+
+@structure
+def distributions() -> Built:
+    def forward(self, x, y):
+        mean, spread = self.f(x).chunk(2, -1)
+        q = torch.distributions.Normal(mean, spread.exp())
+        kl = torch.distributions.kl_divergence(q, torch.distributions.Normal(torch.zeros_like(mean), 1.0)).sum(-1)
+        which = torch.distributions.Categorical(logits=self.g(x))
+        likely = torch.distributions.Independent(torch.distributions.Normal(mean.unflatten(-1, (2, 4)), 1.0), 1)
+        mixed = torch.distributions.MixtureSameFamily(which, likely).log_prob(y)
+        return 0.1 * kl.mean() - mixed.mean()
+
+    return net(forward, f=nn.Linear(8, 16), g=nn.Linear(8, 2)), xy(8, 4), {}
+
+
+@structure
+def tables_kept_in_python() -> Built:
+    def forward(self, x, y):
+        n = x.shape[1]
+        if self.cos is None or self.cos.shape[0] < n:
+            self.cos = torch.arange(n).float().cos().unsqueeze(-1)
+        if n not in self.tables:
+            self.tables[n] = torch.arange(n).float().sin().unsqueeze(-1)
+        self.last = self.f(x) * self.cos[:n] + self.tables[n]
+        return F.mse_loss(self.last, y)
+
+    model = net(forward, f=nn.Linear(8, 8))
+    model.cos, model.tables = None, {}
+    return model, xy(8, 8, 5), {}
+
+
+@whole_batch
+def the_worst_rows() -> Built:
+    def forward(self, x, labels):
+        each = F.cross_entropy(self.f(x), labels, reduction="none")
+        return each.topk(4).values.mean()
+
+    return net(forward, f=nn.Linear(8, 5)), (torch.randn(B, 8), torch.randint(0, 5, (B,))), {}

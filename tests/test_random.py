@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import autopar
 from autopar import Cluster
 from autopar.build import apply, choose, prepare
 from autopar.capture import capture, run_graph
+from autopar.cli import main
 from autopar.loading import ModelSpec
 from autopar.passes.calls import call_key
 from autopar.passes.counter_random import counter_random
@@ -241,3 +243,13 @@ def test_relaxation_is_said_and_refused_beside_another() -> None:
         autopar.compile(model, args=args, plan=parallel.plan, dropout="exact")
     with pytest.raises(autopar.AutoparError, match="dropout: 'torch' is not known. Legal: 'exact', 'per-rank'"):
         autopar.compile(model, args=args, dropout="torch")
+
+
+def test_relaxation_by_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", f"{__file__}:attention", "--ranks", "2", "--pin", "dp=2", "--json"]
+    assert main([*words, "--dropout", "per-rank"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["relaxations"] == {"dropout": "per-rank"} and plan["rng"]["kind"] == "none"
+    assert main(words) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["relaxations"] == {} and plan["rng"]["kind"] == "counter"

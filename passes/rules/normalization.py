@@ -103,13 +103,15 @@ def instance_norm(node: fx.Node) -> Rule | None:
 
 @factors(torch.ops.autopar.batch_norm.default)
 def batch_norm_in_training(node: fx.Node) -> Rule:
-    """``x[. c ...], w[c], b[c], mean[c], var[c] -> y[. c ...], mean[c], var[c]``; specials cut rows and places."""
+    """``x[. c ...], w[c], b[c], mean[c], var[c] -> y[. c ...], mean[c], var[c]``; specials cut rows, and
+    the places of sequences."""
     call = read(node)
     shape = call.shape(_first(call))
     channel = Dim(("c",)) if shape[1] > 1 else NEVER
     dims = (NEVER, channel, *(NEVER,) * (len(shape) - 2))
     named = {n: dims if n == _first(call) else (channel,) for n in call.slots if call.has(n)}
-    specials = tuple(_global_statistics(call, d) for d, n in enumerate(shape) if d != 1 and n > 1)
+    cut = (0, 2) if len(shape) == 3 else (0,)  # no other op cuts the places of images
+    specials = tuple(_global_statistics(call, d) for d in cut if shape[d] > 1)
     return call.rule([dims, (channel,), (channel,)], named, specials=specials)
 
 

@@ -56,7 +56,8 @@ def is_composite(node: fx.Node) -> bool:
     if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
         return False
     composed = torch._C.DispatchKey.CompositeImplicitAutograd
-    if composed in target.py_kernels or not torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), composed):
+    name = target._schema.name + ("." + target._schema.overload_name).rstrip(".")
+    if composed in target.py_kernels or not torch._C._dispatch_has_kernel_for_dispatch_key(name, composed):
         return False  # what Python has in an op's place is not what eager runs
     made = tree_leaves(node.meta.get("val"))
     return (
@@ -74,7 +75,7 @@ class _Part:
     made: Any
 
 
-class Recorder(SchemaCheckMode):  # type: ignore[misc]  # the one kind of mode that may stand before autograd by itself
+class Recorder(SchemaCheckMode):  # type: ignore[no-untyped-call]  # the one kind of mode that may stand before autograd by itself
     """Keeps every op as the dispatcher is asked for it, before it is taken apart any further."""
 
     def __init__(self) -> None:

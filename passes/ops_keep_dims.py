@@ -106,8 +106,8 @@ def _groups_after(node: fx.Node, region: dict[fx.Node, Groups]) -> Groups | None
         groups = region[node.args[0]]  # type: ignore[index]
         return tuple(groups[d] for d in _order(node))
     if node.target in ALONG:
-        groups, dim = region[node.args[0]], node.args[1]  # type: ignore[index]
-        return _joined(groups, [dim % len(groups)])  # type: ignore[operator]
+        groups, dim = region[node.args[0]], arguments(node)["dim"]  # type: ignore[index]
+        return _joined(groups, [dim % len(groups)])
     if node.target in LINEARS:
         rows, weight, bias = _linear(node)
         scaled = any(arguments(node).get(name, 1) != 1 for name in ("alpha", "beta"))
@@ -254,7 +254,7 @@ def _with_operands(graph: fx.Graph, node: fx.Node, take: Callable[[fx.Node], fx.
     replace = lambda a: take(a) if is_tensor(a) else a
     args = fx.node.map_aggregate(node.args, replace)
     kwargs = fx.node.map_aggregate(dict(node.kwargs), replace)
-    return call(graph, node.target, tuple(args), dict(kwargs), like=node)  # type: ignore[arg-type]
+    return call(graph, node.target, tuple(args), dict(kwargs), like=node)
 
 
 __all__ = ["ops_keep_dims", "region_of"]

@@ -314,15 +314,6 @@ def channel_shuffle(node: fx.Node) -> Rule:
     return call.rule(after, {"self": before}, linear=[call.group("self")], sizes=sizes, whole=["g"])
 
 
-@factors(aten.as_strided.default, aten.as_strided_copy.default)
-def strided(node: fx.Node) -> Rule:
-    """Whole, and linear: only memory says which elements these are."""
-    call = read(node)
-    out = call.results()[0]
-    assert out is not None
-    return call.rule((NEVER,) * out.dim(), {}, linear=[call.group("self")])
-
-
 @factors(aten.im2col.default)
 def windows(node: fx.Node) -> Rule:
     """``x[n c . .] -> y[n (c .) .]``: every channel becomes one row a kernel place."""

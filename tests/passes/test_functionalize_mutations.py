@@ -24,6 +24,7 @@ class Net(nn.Module):
         self.register_buffer("average", torch.zeros(6))
         self.norm = nn.BatchNorm1d(6)
         self.stateless = nn.BatchNorm1d(6, track_running_stats=False)
+        self.instances = nn.InstanceNorm1d(3, momentum=0.3, affine=True, track_running_stats=True)
         self.body = body
 
     def forward(self, x: Tensor) -> Any:
@@ -81,6 +82,11 @@ def normalises(net: Net, y: Tensor) -> Any:
     return (net.stateless(net.norm(y).relu_() + net.norm(y * 2)).square().sum(),)
 
 
+def normalises_instances(net: Net, y: Tensor) -> Any:
+    places = y.reshape(8, 3, 2)
+    return ((net.instances(places).relu_() + net.instances(places * 2)).square().sum(),)
+
+
 def gives_out(net: Net, y: Tensor) -> Any:
     half = torch.div(net.average, 2.0, out=net.average)
     row = y.detach()[:3] * 0
@@ -88,7 +94,9 @@ def gives_out(net: Net, y: Tensor) -> Any:
     return (y.sum() + half.sum() + net.average.sum() + row.sin().sum(),)
 
 
-@pytest.mark.parametrize("body", [through_views, flat_views, transposed, promotes, counts, normalises, gives_out])
+@pytest.mark.parametrize(
+    "body", [through_views, flat_views, transposed, promotes, counts, normalises, normalises_instances, gives_out]
+)
 def test_equals_in_place(tools: Any, body: Callable[[Net, Tensor], Any]) -> None:
     net, x = Net(body), torch.randn(8, 4)
     gm = tools.export(net, (x,))

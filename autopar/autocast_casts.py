@@ -96,7 +96,7 @@ def _watched(
                 plain = run(fakes)[1]
             except RuntimeError:  # operands of several dtypes, which autocast brings together
                 plain = _Casts(places)
-            found = dict(casting.found - plain.found)
+            found = dict(sorted(casting.found - plain.found, key=lambda cast: cast[0]))  # the same in every process
             if not found and casting.inside == plain.inside:
                 return {}
             if not found:  # an op made of others, as einsum

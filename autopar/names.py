@@ -22,7 +22,9 @@ from autopar.passes.facts import Strategy, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.sequence import DIVIDE, Along, along_sequence
 
-Use = Literal["batch", "sequence", "beside", "work"]  # beside: other rows, the weight whole
+Use = Literal[
+    "batch", "list", "sequence", "beside", "work"
+]  # list: of all tokens; beside: other rows, the weight whole
 
 
 def displays(gm: fx.GraphModule, mesh: Mesh, batch_inputs: frozenset[str], batch: int) -> tuple[tuple[str, ...], ...]:
@@ -37,7 +39,9 @@ def displays(gm: fx.GraphModule, mesh: Mesh, batch_inputs: frozenset[str], batch
         parameters = frozenset(str(n.target) for n in gm.graph.nodes if n.op == "get_attr" and fact(n).rest is not None)
         return along_sequence(gm, parameters, weights, batch_inputs, batch)
 
-    return tuple(() if a.is_time else _display(gm, axis, cuts, weights, along) for axis, a in enumerate(mesh.axes))
+    return tuple(
+        () if a.is_time else _display(gm, axis, cuts, weights, batch, along) for axis, a in enumerate(mesh.axes)
+    )
 
 
 def axis_names(shown: Sequence[Sequence[str]]) -> tuple[str, ...]:
@@ -73,6 +77,7 @@ def _display(
     axis: int,
     cuts: Mapping[fx.Node, Cut],
     weights: Collection[fx.Node],
+    batch: int,
     along: Callable[[], Mapping[fx.Node, Along]],
 ) -> tuple[str, ...]:
     """The axis's names, most FLOPs first; where it divides nothing that has any, by the bytes of results."""
@@ -83,7 +88,7 @@ def _display(
         if found is None or found.choices[axis].kind not in DIVIDE:
             continue
         read = _read(node, found, axis, weights)
-        use = _use(node, found, axis, cuts, read)
+        use = _use(node, found, axis, cuts, read, batch)
         if use == "work" and not read and flops(node) and node in along() and along()[node].cuts(found, axis):
             use = "beside"  # a product of activations alone: scores, and what they weigh
         copied[use] += sum(v.nbytes for v in fact(node).values if v is not None)
@@ -91,19 +96,21 @@ def _display(
             work[use] += int(flops(node))
     uses = work or copied
     beside: Use = "sequence" if uses["sequence"] or not uses["work"] else "work"
+    listed: Use = "sequence" if uses["sequence"] and not uses["batch"] else "batch"
     names = {"batch": "dp_shard" if _rests_in_pieces(gm, axis) else "dp_replicate", "sequence": "cp", "work": "tp"}
     named: Counter[str] = Counter()
     for use, count in uses.items():
-        named[names[beside if use == "beside" else use]] += count
+        named[names[{"beside": beside, "list": listed}.get(use, use)]] += count
     return tuple(sorted(named, key=lambda name: (-named[name], name))) or ("idle",)
 
 
-def _use(node: fx.Node, found: Strategy, axis: int, cuts: Mapping[fx.Node, Cut], read: set[str]) -> Use:
+def _use(node: fx.Node, found: Strategy, axis: int, cuts: Mapping[fx.Node, Cut], read: set[str], batch: int) -> Use:
     """How an op that the axis divides is divided."""
     tensors = [*zip(operand_nodes(node), found.operands, strict=True)]
     tensors += [(n, x) for n, x in zip(result_slots(node), found.results, strict=True) if n is not None and x]
-    if any(_cut(layout, axis) == cuts.get(n, ()) for n, layout in tensors):
-        return "batch"
+    along_batch = [n for n, layout in tensors if _cut(layout, axis) == cuts.get(n, ())]
+    if along_batch:
+        return "list" if any(value(n).shape[cuts[n][0]] > batch for n in along_batch) else "batch"
     if "attention" in str(node.target) and any(layout.dim_of(axis) == layout.ndim - 2 for _, layout in tensors[:2]):
         return "sequence"
     return "beside" if read == {"whole"} else "work"

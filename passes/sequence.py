@@ -31,10 +31,12 @@ Held = Callable[[fx.Node], bool]  # whether a tensor is a parameter, or depends 
 
 @dataclass(frozen=True)
 class Rows:
-    """The ``dims`` of a tensor that are rows, and how the ``batch`` would cut it (None: it has none)."""
+    """The ``dims`` of a tensor that are rows, and how the ``batch`` would cut it (None: it has none); ``listed``: it is
+    only a part of its dim, which lists the sequences of the batch one after another."""
 
     dims: Dims = frozenset()
     batch: Cut | None = None
+    listed: bool = False
 
     def cut_by(self, layout: Layout, axis: int) -> bool:
         """Whether an axis cuts rows that are not of the batch."""
@@ -55,8 +57,9 @@ class Along:
     results: tuple[Rows, ...]
 
     def of(self, strategies: Sequence[Strategy], axis: int) -> list[Strategy]:
-        """The strategies that cut the sequence; where none does, those that cut nothing."""
-        along = [s for s in strategies if self.cuts(s, axis)]
+        """The strategies that cut the sequence; where none does, since another axis cuts the batch in the same dim,
+        those that cut this between whole sequences; else those that cut nothing."""
+        along = [s for s in strategies if self.cuts(s, axis)] or [s for s in strategies if self._cuts_list(s, axis)]
         return along or [s for s in strategies if all(x.kinds[axis] != "S" for x, _ in self._pairs(s))]
 
     def cuts(self, chosen: Strategy, axis: int) -> bool:
@@ -65,6 +68,10 @@ class Along:
         if chosen.choices[axis].kind not in DIVIDE or any(rows.batch_cut_by(x, axis) for x, rows in pairs):
             return False
         return any(rows.cut_by(x, axis) for x, rows in pairs)
+
+    def _cuts_list(self, chosen: Strategy, axis: int) -> bool:
+        found = any(rows.listed and rows.batch_cut_by(x, axis) for x, rows in self._pairs(chosen))
+        return chosen.choices[axis].kind in DIVIDE and found
 
     def _pairs(self, chosen: Strategy) -> list[tuple[Layout, Rows]]:
         made = zip(chosen.results, self.results, strict=True)
@@ -84,16 +91,20 @@ def along_sequence(
 
     rows = rows_of(ops, held)
     cuts = _batch_cuts(gm, batched, batch)
-    found = {op: Along(_rows(operand_nodes(op), rows, cuts), _rows(result_slots(op), rows, cuts)) for op in ops}
+    known = {t: _rows(t, rows.get(t, frozenset()), cuts.get(t), batch) for t in (*cuts, *rows)}
+    found = {op: _along(op, known) for op in ops}
     if lengths(found) or not cuts:
         return found
-    return {op: Along(_rows(operand_nodes(op), rows, {}), _rows(result_slots(op), rows, {})) for op in ops}
+    return {op: _along(op, {t: Rows(dims) for t, dims in rows.items()}) for op in ops}
 
 
-def _rows(
-    tensors: Sequence[fx.Node | None], dims: Mapping[fx.Node, Dims], cuts: Mapping[fx.Node, Cut]
-) -> tuple[Rows, ...]:
-    return tuple(Rows() if t is None else Rows(dims.get(t, frozenset()), cuts.get(t)) for t in tensors)
+def _rows(tensor: fx.Node, dims: Dims, cut: Cut | None, batch: int) -> Rows:
+    return Rows(dims, cut, cut is not None and not cut[1] and value(tensor).shape[cut[0]] > batch)
+
+
+def _along(op: fx.Node, known: Mapping[fx.Node, Rows]) -> Along:
+    tensors = (operand_nodes(op), result_slots(op))
+    return Along(*(tuple(Rows() if t is None else known.get(t, Rows()) for t in group) for group in tensors))
 
 
 def _batch_cuts(gm: fx.GraphModule, batched: frozenset[str], batch: int) -> dict[fx.Node, Cut]:

@@ -105,6 +105,24 @@ class Loss(nn.Module):
         return F.mse_loss(self.model(x), y)
 
 
+class Listed(nn.Module):
+    """Products of all tokens in one list, with an op between that reads the list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.up, self.down = nn.Embedding(16, 8), nn.Linear(8, 12), nn.Linear(12, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        h = torch.relu(self.up(self.tokens(ids).view(-1, 8)))
+        h = h / h.detach().sum(0).add(1)
+        return F.cross_entropy(self.down(h), ids.view(-1))
+
+
+def tokens_listed() -> Given:
+    torch.manual_seed(0)
+    return Listed(), (torch.randint(16, (4, 8)),), {}
+
+
 def pixels() -> Given:
     torch.manual_seed(0)
     return Pixels(), (torch.randn(4, 3, 8, 8), torch.randint(5, (4,))), {}

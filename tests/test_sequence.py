@@ -41,6 +41,14 @@ def test_an_axis_of_its_own(model: str, plan: str, judge_of: Judges) -> None:
     judge.pinned(**{key: int(value) for key, value in pins.given().items()})
 
 
+def test_a_list_of_tokens_is_cut_between_sequences_where_another_axis_cuts_it(judge_of: Judges) -> None:
+    judge = judge_of(f"{FILE}:tokens_listed")
+    for plan in ("sp=2", "sp=2 dp=2"):
+        made = planned(judge, Pins.parse(plan))
+        judge.assert_equal(apply(made.plan, prepare(judge.captured, made.plan.microbatches, judge.graph)), plan)
+        assert divided(made.plan, made.prepared)[made.plan.axes[-1].display[0]].flops == 0.5
+
+
 def test_rows_without_a_batch_are_the_sequence(judge_of: Judges) -> None:
     made = planned(judge_of(f"{FILE}:listed"), Pins.parse("sp=2"))
     assert divided(made.plan, made.prepared)["dp_replicate"].flops == 0.5

@@ -54,9 +54,20 @@ def test_random_layouts_in_microbatches(name: str, judge_of: Callable[[str], Any
     judge_of(f"{MODELS}:{name}").random(1, (2,), microbatches=2)
 
 
-@pytest.mark.parametrize(("name", "tp"), [("gpt", 2), ("gpt", 3), ("gpt", 4), ("grouped", 2), ("channels", 2)])
-def test_pinned(name: str, tp: int, judge_of: Callable[[str], Any]) -> None:
-    judge_of(f"{MODELS}:{name}").pinned(tp=tp)
+PINNED: list[tuple[str, dict[str, Any]]] = [
+    ("gpt", {"tp": 2}),
+    ("gpt", {"tp": 3}),
+    ("gpt", {"tp": 4}),
+    ("gpt", {"tp": 2, "sp": 2}),
+    ("grouped", {"tp": 2, "microbatches": 2}),
+    ("grouped", {"sp": 3}),
+    ("channels", {"tp": 2}),
+]
+
+
+@pytest.mark.parametrize(("name", "pins"), PINNED)
+def test_pinned(name: str, pins: dict[str, Any], judge_of: Callable[[str], Any]) -> None:
+    judge_of(f"{MODELS}:{name}").pinned(**pins)
 
 
 class Wide(nn.Module):

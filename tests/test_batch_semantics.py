@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
+from autopar.capture import capture
 from autopar.errors import AutoparError
 from autopar.passes.complete_layouts import complete_layouts
 from autopar.passes.facts import fact
@@ -79,6 +82,22 @@ def test_two_axes_cut_what_batch_norm_takes_statistics_of(name: str, judge_of: J
         tuple(n for n in known if n in used) for known in (captured.parameters, captured.buffers, captured.constants)
     )
     judge.assert_equal(Lowerable(gm, Mesh((Axis("a", 2), Axis("b", 3))), *held, tuple(sorted(inputs))), name)
+
+
+class Speech(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 8)
+
+    def forward(self, x: Tensor, y: Tensor, lengths: Tensor) -> Tensor:
+        scores = F.log_softmax(self.fc(x), -1).transpose(0, 1)
+        return F.ctc_loss(scores, y, torch.full_like(lengths, x.shape[1]), lengths)
+
+
+def test_ctc_reads_its_targets_while_traced() -> None:
+    args = (torch.randn(4, 5, 6), torch.randint(1, 8, (4, 2)), torch.tensor([2, 1, 2, 1]))
+    with pytest.raises(AutoparError, match=r"\.py:\d+\): what runs here depends on the values of tensors"):
+        capture(Speech(), args, {}, check=False)
 
 
 def test_counters_of_batch_norm_count_a_step_once(judge_of: Judges) -> None:

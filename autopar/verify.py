@@ -159,7 +159,7 @@ class Subject:
     @cached_property
     def graph64(self) -> fx.GraphModule:
         """The captured graph in float64, its random ops drawing by a counter."""
-        return counter_random(to_float64(self.captured.graph))
+        return to_float64(counter_random(copy_graph(self.captured.graph)))
 
     @property
     def random(self) -> bool:

@@ -787,6 +787,7 @@ def numbers_of_every_distribution() -> Built:
         mean, spread = h.chunk(2, -1)
         h = mean + torch.randn_like(mean) * spread.exp() + torch.rand(12) * 0.1 + torch.rand(x.shape) * 0.1
         h = F.rrelu(h, 0.1, 0.4, True) + torch.bernoulli(h.sigmoid()) + torch.normal(0.0, 1.0, (6, 12))
+        h = h + torch.rand_like(h, dtype=torch.bfloat16)
         h = h * F.gumbel_softmax(h, 0.7) + torch.empty_like(h).uniform_(-1, 1)[:, torch.randperm(6)]
         return F.mse_loss(h * torch.randint(0, 3, (6, 1)), y)
 

@@ -22,17 +22,20 @@ from autopar.passes.random_layouts import random_layouts
 from autopar.passes.spec import check
 from autopar.passes.split_prologue import copy_graph
 from autopar.pins import Pins, microbatch_rows, resolve
+from autopar.runtime.counter_random import random_key
 from autopar.runtime.stacked_step import stacked_step
 from autopar.trees import flatten
+
+FIRST_STEP = random_key(0, 0)  # by which a `Program` draws first, where no seed is given
 
 
 class StackedJudge:
     """One captured model; every method asserts that a plan gives the loss, gradients and buffers of one process."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: int = 7) -> None:
+    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: int = FIRST_STEP) -> None:
         self.captured, self.key = capture(model, args, kwargs, check=False), key
         self.model, self.given = model, (args, kwargs)
-        self.graph = counter_random(to_float64(self.captured.graph))
+        self.graph = to_float64(counter_random(copy_graph(self.captured.graph)))
         self.attributes = double(self.captured.attributes)
         self.inputs = [t.to(WIDER.get(t.dtype, t.dtype)) for t in self.captured.flatten_inputs(args, kwargs)]
         self._prepared: dict[bool, Prepared] = {}

@@ -12,7 +12,7 @@ from torch import fx
 from autopar.passes.constants import is_elementwise
 from autopar.passes.drop_noops import drop_dead
 from autopar.passes.facts import call, is_tensor, operand_nodes
-from autopar.passes.means_to_sums import arguments
+from autopar.passes.means_to_sums import NARROW, arguments
 from autopar.passes.rules.views import common_factors
 
 aten = torch.ops.aten
@@ -122,7 +122,8 @@ def _groups_after(node: fx.Node, region: dict[fx.Node, Groups]) -> Groups | None
         return (*region[rows][:-1], (_shape(node)[-1],))
     if node.target in (aten.bmm.default, aten.baddbmm.default):
         batches = {region[a][0] for a in operand_nodes(node)[-2:] if a in region}
-        if len(batches) != 1 or (node.target is aten.baddbmm.default and operand_nodes(node)[0] in region):
+        adds = node.target is aten.baddbmm.default  # as several ops it would round more often
+        if len(batches) != 1 or (adds and (operand_nodes(node)[0] in region or node.meta["val"].dtype in NARROW)):
             return None
         return (batches.pop(), *((n,) for n in _shape(node)[1:]))
     if is_elementwise(node):

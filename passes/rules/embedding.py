@@ -48,7 +48,8 @@ def embedding_bag(node: fx.Node) -> Rule | None:
     """``w[. e], idx[.], offsets[.] -> y[. e]``: where a bag begins counts through all indices. What else it returns is
     not to be read."""
     call = read(node)
-    if call["scale_grad_by_freq"] or call["sparse"] or {user.args[1] for user in node.users} != {0}:
+    read_results = {user.args[1] for user in node.users if user.op == "call_function"}
+    if call["scale_grad_by_freq"] or call["sparse"] or read_results != {0}:
         return None
     e = Dim(("e",)) if call.shape("weight")[1] > 1 else NEVER
     others = [(NEVER,) * r.dim() if r is not None else None for r in call.results()[1:]]

@@ -74,16 +74,14 @@ class Row:
     theirs: Side = field(default_factory=Side)
 
 
-def judged(name: str, infos: list[Any], most: int, seen: set[str]) -> Row:
+def judged(row: Row, infos: list[Any], most: int, seen: set[str]) -> None:
     """The property test and the comparison for one op."""
-    row = Row(name)
     for info in infos:
         for lengths in (EVEN, BY_THREE, ODD):
             with opinfo_calls.sizes(lengths):
-                found = list(opinfo_calls.samples(info, most))
+                found = list(opinfo_calls.samples(info, most if lengths is EVEN else -(-most // 2)))
             for sample in found:
                 _judge_sample(row, sample, seen, compare=lengths is EVEN)
-    return row
 
 
 def _judge_sample(row: Row, sample: Any, seen: set[str], *, compare: bool) -> None:
@@ -252,9 +250,10 @@ def _right(node: Any, held: tuple[Layout, ...], operands: list[Tensor], whole: l
 
 
 def _alike(each: list[list[Layout]]) -> list[list[Layout]]:
-    """Several results: all held in the same way, as far as each has such a way."""
-    most = max(map(len, each))
-    return [[ways[min(i, len(ways) - 1)] for i in range(most)] for ways in each]
+    """Several results: all held in the same way."""
+    words = dict.fromkeys(_word(layout) for ways in each for layout in ways)
+    held = [[next((x for x in ways if _word(x) == word), None) for ways in each] for word in words]
+    return [list(x) for x in zip(*([y for y in h if y] for h in held if all(h)))]
 
 
 def summary(rows: list[Row]) -> list[tuple[str, str, str]]:
@@ -333,14 +332,18 @@ def main() -> int:
         if time.monotonic() - start > args.minutes * 60:
             print(f"left out for time: {', '.join(names[len(rows) :])}")
             break
-        row = judged(name, infos[name], args.most, seen)
+        row = Row(name)
+        try:
+            judged(row, infos[name], args.most, seen)
+        except Exception as error:  # a rule that raises is a wrong one; the others are still judged
+            row.wrong.append(f"{name}: {type(error).__name__}: {error}")
         rows.append(row)
         cells = [f"{s.claimed:5} {len(s.wrong):3} {s.missing:5}" for s in (row.ours, row.theirs)]
         print(f"{name:45} {row.judged:4} {row.tried:6} {len(row.wrong):3} | {' | '.join(cells)}", flush=True)
         for wrong in (*row.wrong, *row.ours.wrong):
             print(f"    wrong: {wrong}")
-        if args.theirs:
-            print("\n".join(f"    DTensor: {wrong}" for wrong in row.theirs.wrong))
+        for wrong in row.theirs.wrong if args.theirs else ():
+            print(f"    DTensor: {wrong}")
     for what, ours, theirs in summary(rows):
         print(f"{what:40} {ours:>8} {theirs:>8}")
     wrong = sum(len(r.wrong) + len(r.ours.wrong) for r in rows)

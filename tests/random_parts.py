@@ -1,4 +1,5 @@
-"""More of what ``random_models.py`` draws from: attention, convolutions, indexing, experts, loops, blocks, norms."""
+"""More of what ``random_models.py`` draws from: attention, random numbers, convolutions, indexing,
+experts, loops, blocks, norms."""
 
 from __future__ import annotations
 
@@ -53,6 +54,7 @@ def attention(m: Any) -> Any:
     mask, fused, keep = MASKS[m.one(list(MASKS))], m.chance(0.5), None
     if m.chance(0.2):
         keep = m.input(torch.arange(length) < torch.randint(1, length + 1, (m.rows, 1)))
+    p = 0.2 if m.chance(0.1) else 0.0
     causal = fused and keep is None and m.chance(0.4)
     sizes = [heads * size, groups * size, groups * size]
     packed = linear(m, x.shape[2], sum(sizes), m.chance(0.5))
@@ -68,10 +70,10 @@ def attention(m: Any) -> Any:
         for kept in more:
             own = kept[:, None, None] if own is None or own.dtype != torch.bool else own & kept[:, None, None]
         if fused and causal:
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=groups < heads)
+            out = F.scaled_dot_product_attention(q, k, v, None, p, True, enable_gqa=groups < heads)
         else:
             k, v = (t.repeat_interleave(heads // groups, 1) for t in (k, v))
-            out = F.scaled_dot_product_attention(q, k, v, own) if fused else by_hand(q, k, v, own)
+            out = F.scaled_dot_product_attention(q, k, v, own, p) if fused else by_hand(q, k, v, own)
         return out.transpose(1, 2).flatten(2)
 
     made = first(m.emit(run, x, *([keep] if keep else [])))
@@ -110,6 +112,20 @@ def rotary(m: Any) -> Any:
         return torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
 
     return m.emit(run, x)
+
+
+# -- random numbers
+
+
+def noise(m: Any) -> Any:
+    x, p = m.pick(lambda v: v.ndim >= 1), m.one([0.1, 0.5])
+    if not x or not x.rows_first:
+        return None
+    how = m.one([
+        lambda x: F.dropout(x, p, True), lambda x: x + 0.1 * torch.randn_like(x), lambda x: x * torch.rand(x.shape),
+        lambda x: x * (torch.rand(x.shape[0], *[1] * (x.ndim - 1)) < p).to(x.dtype) / p,
+    ])  # fmt: skip
+    return m.emit(lambda s, x: how(x), x)
 
 
 # -- convolutions, pooling
@@ -335,6 +351,7 @@ def _numel(shape: Any) -> int:
 PARTS = {
     "norm": [layer_norm, rms_norm, group_norm, batch_norm],
     "attention": [attention, attention, attention, cross_attention, rotary],
+    "random": [noise],
     "convolution": [convolution, convolution, pooling],
     "index": [by_ids, by_ids, in_place, experts],
     "loop": [recurrence, recurrent_layer, block, block, counter],

@@ -24,7 +24,7 @@ from autopar.passes.lower import lower, with_changes
 from autopar.passes.split_prologue import copy_graph
 from autopar.passes.units import cut_units
 from autopar.pins import Pins, resolve
-from autopar.runtime.counter_random import draws, random_key
+from autopar.runtime.counter_random import draws, random_key, runs_of
 from autopar.runtime.pool import RankPool
 from autopar.runtime.stacked_step import StackedStep, stacked_step
 from autopar.verify import verify_many
@@ -170,6 +170,16 @@ def judge_class() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module.StackedJudge
+
+
+def test_numbers_of_another_place_are_caught(judge_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that draw as if their piece were the first."""
+    judge = judge_class(*attention())
+    judge.pinned(dp=2)
+    first = lambda piece: tuple(((0, sum(n for _, n in runs)),) for runs in piece)
+    monkeypatch.setattr("autopar.passes.make_local.runs_of", lambda pieces: runs_of(list(map(first, pieces))))
+    with pytest.raises(AssertionError, match="dp"):
+        judge.pinned(dp=2)
 
 
 def test_equal_layers_stay_one_class() -> None:

@@ -308,7 +308,7 @@ def _simpler(graph: fx.Graph, node: fx.Node, args: Any) -> fx.Node | None:
     """Rows taken, or summed, each k times in turn: a repetition, or a sum over a dim of k."""
     if node.target in (aten.index.Tensor, aten.index_select.default):
         x = args[0]
-        index = args[1][0] if node.target is aten.index.Tensor and len(args[1]) == 1 else None
+        index: Any = args[1][0] if node.target is aten.index.Tensor and len(args[1]) == 1 else None
         index = args[2] if node.target is aten.index_select.default and args[1] == 0 else index
         k = _repeats(index)
         if k is None or index.meta["val"].shape[0] != k * x.meta["val"].shape[0]:

@@ -238,6 +238,33 @@ def dilated_grouped_transposed() -> Built:
     return net(forward, **parts), (x(3, 6, 6), x(2, 6, 6)), {}
 
 
+def weights_of_every_sample() -> Built:
+    """StyleGAN2: each row has convolution weights of its own, rows become groups of one convolution."""
+
+    def forward(self, x, style, y):
+        b = x.shape[0]
+        w = self.w * (1 + self.style(style))[:, None, :, None, None]
+        w = w * (w.square().sum((2, 3, 4), keepdim=True) + 1e-6).rsqrt()
+        h = F.conv2d(x.reshape(1, b * 4, 5, 5), w.reshape(b * 6, 4, 3, 3), padding=1, groups=b)
+        return F.mse_loss(h.view(b, 6, 5, 5), y)
+
+    return net(forward, w=par(6, 4, 3, 3), style=nn.Linear(5, 4)), (x(4, 5, 5), x(5), x(6, 5, 5)), {}
+
+
+def parametrised_and_solved() -> Built:
+    """Spectral norm and orthogonal weights; then a system of equations for each row, and its determinant."""
+
+    def forward(self, x, y):
+        h = self.g(torch.tanh(self.f(x)))
+        gram = h.transpose(1, 2) @ h / x.shape[1] + torch.eye(4)
+        solved = torch.linalg.solve(gram, h.transpose(1, 2)).transpose(1, 2)
+        return F.mse_loss(solved, y) + 0.01 * torch.logdet(gram).mean()
+
+    made = nn.utils.parametrizations
+    parts = {"f": made.spectral_norm(nn.Linear(D, 8)), "g": made.orthogonal(nn.Linear(8, 4))}
+    return net(forward, **parts), (x(), x(T, 4)), {}
+
+
 def gated_recurrence_both_ways() -> Built:
     def forward(self, x, y):
         h, last = self.r(x)

@@ -27,7 +27,7 @@ FLOP = 100.0  # an undivided FLOP costs as much as moving this many bytes: a pin
 WEIGHT = 100.0  # likewise a byte of an undivided weight or embedding table
 IDLE = 1e-4  # a byte of an undivided result: breaks ties in favour of dividing
 PARTIAL_BYTE = 1e-3  # a byte kept as a partial sum: breaks ties in favour of reducing early
-PRODUCTS = frozenset("linear mm bmm matmul addmm baddbmm einsum addbmm bilinear experts_mm".split())
+PRODUCTS = {"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "addbmm", "bilinear", "experts_mm"}
 
 aten = torch.ops.aten
 

@@ -8,7 +8,6 @@ items, so that what is local stays in proportion.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from torch import fx
 from autopar.passes.calls import call_key
 from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
 from autopar.passes.layout import WHOLE, Axis, Layout, Mesh, Split, cuts_evenly
-from autopar.passes.rules.core import Dim, Dims, Rule, Special, rule_of
+from autopar.passes.rules.core import Dim, Dims, Rule, Special, Word, rule_of
 
 INVARIANT = Choice("I")
 REPLICATED = Choice("R")
@@ -141,11 +140,11 @@ def _layout(
             if isinstance(word, str):
                 kinds[axis] = word
                 continue
-            dim, parts = word if isinstance(word, tuple) else (word, ())
-            lengths = special.divides if special.uneven else (*special.divides, *(parts or (v.shape[dim],)))
+            dim, parts = _cut_by(word, v.shape)
+            lengths = special.divides if special.uneven else (*special.divides, *parts)
             if any(n % mesh.axes[axis].size for n in lengths):
                 return None
-            cuts[dim].append((axis, Split((), parts)))
+            cuts[dim].append((axis, Split((), parts if len(parts) > 1 else ())))
             kinds[axis] = "S"
             continue
         place = next((d for d, dim in enumerate(named) if choice.name in dim.factors), None)
@@ -172,6 +171,13 @@ def _layout(
     if "P" in kinds and not (v.dtype.is_floating_point or v.dtype.is_complex) and v.dtype.itemsize == 1:
         return None  # sums of booleans are no booleans
     return Layout("".join(kinds), tuple(dims))
+
+
+def _cut_by(word: Word, shape: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
+    """The dim that a special cuts of a tensor, and the lengths of its parts."""
+    assert not isinstance(word, str)
+    dim, parts = word if isinstance(word, tuple) else (word, ())
+    return dim, parts or (shape[dim],)
 
 
 def _alone(found: Rule | None, chosen: Sequence[Choice]) -> bool:
@@ -257,9 +263,8 @@ def share(node: fx.Node, choice: Choice, axis: Axis) -> float:
         return max(axis.rows) / sum(axis.rows)
     if choice.kind == "special":
         words = special_of(node, choice.name).operands
-        shapes = [value(n).shape for n in operand_nodes(node)]
-        cut = [(s[w],) if isinstance(w, int) else w[1] for s, w in zip(shapes, words) if not isinstance(w, str)]
-        lengths = tuple(itertools.chain.from_iterable(cut))
+        cuts = [_cut_by(w, value(n).shape) for n, w in zip(operand_nodes(node), words) if not isinstance(w, str)]
+        lengths = tuple(n for _, parts in cuts for n in parts)
     else:
         lengths = choice.parts or _lengths(node, choice.name)
     items = choice.items or math.gcd(*lengths)

@@ -60,6 +60,7 @@ class Side:
     claimed: int = 0
     wrong: list[str] = field(default_factory=list)
     missing: int = 0
+    seen: set[str] = field(default_factory=set)  # calls that were counted
 
 
 @dataclass
@@ -101,8 +102,8 @@ def _judge_sample(row: Row, sample: Any, seen: set[str], *, compare: bool) -> No
                 seen.add(each.key)
                 _judge_call(row, each)
     if compare:
-        _compare(row.ours, prepared, seen, _ours)
-        _compare(row.theirs, opinfo_calls.dispatched_calls(*sample), seen, _theirs)
+        _compare(row.ours, prepared, _ours)
+        _compare(row.theirs, opinfo_calls.dispatched_calls(*sample), _theirs)
 
 
 def _judge_call(row: Row, call: Call) -> None:
@@ -121,23 +122,30 @@ def _judge_call(row: Row, call: Call) -> None:
         row.wrong += [f"{call.key} {regime} {w}" for w in verdict.wrong]
 
 
-def _compare(side: Side, calls: list[Call], seen: set[str], claims: Any) -> None:
-    """Count what ``claims`` says of the calls; each call of an op counts once."""
+def _compare(side: Side, calls: list[Call], claims: Any) -> None:
+    """Count what ``claims`` says of the calls; each call counts once an op."""
     for call in calls:
-        key = f"{claims.__name__} {call.key}"
         given = [t for t in tree_leaves((call.args, call.kwargs)) if isinstance(t, Tensor)]
-        if key in seen or not call.large or not opinfo_calls.judgeable(call) or any(not t.numel() for t in given):
+        if call.key in side.seen or not call.large or not opinfo_calls.judgeable(call):
             continue
-        seen.add(key)
+        if any(not t.numel() for t in given):
+            continue
+        side.seen.add(call.key)
         side.calls += 1
-        claimed, others = claims(call)
-        side.divided += bool(claimed or others)
-        side.claimed += len(claimed) + others
-        truth = _truth(call)
-        if truth is None:
-            continue
-        side.wrong += [f"{call.key} {c}" for c in sorted(claimed - truth)]
-        side.missing += len(truth - claimed)
+        key = (claims.__name__, call.key)
+        if key not in KNOWN:
+            claimed, others = claims(call)
+            truth = _truth(call)
+            wrong = [] if truth is None else [f"{call.key} {c}" for c in sorted(claimed - truth)]
+            KNOWN[key] = (len(claimed) + others, wrong, 0 if truth is None else len(truth - claimed))
+        count, wrong, missing = KNOWN[key]
+        side.divided += bool(count)
+        side.claimed += count
+        side.wrong += wrong
+        side.missing += missing
+
+
+KNOWN: dict[tuple[str, str], tuple[int, list[str], int]] = {}  # strategies, wrong and missing ones of a call
 
 
 def _ours(call: Call) -> tuple[set[Combination], int]:

@@ -32,7 +32,7 @@ NAMED = [
     (aten.matmul.default, (x(4, 1, 6, 8), x(3, 8, 2)), "b0 b1 k m n", [{0}, {1}]),
     (aten.addmm.default, (x(2), x(4, 8), x(8, 2)), "k m n", [{0, 1}, {0, 2}]),
     (SDPA, (x(2, 4, 6, 8), x(2, 4, 9, 8), x(2, 4, 9, 8)), "b0 e h l", [{2}]),
-    (SDPA, (x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8), None, 0.0, True), "b0 e h", [{2}]),
+    (SDPA, (x(2, 4, 6, 8), x(2, 4, 6, 8), x(2, 4, 6, 8), None, 0.0, True), "b0 e h l", [{2}]),
     (aten.reshape.default, (x(4, 6, 8), [24, 8]), "f0 f1 f2", [{0}]),
     (aten.reshape.default, (x(4, 6, 8), [4, 48]), "f0 f1 f2", [{0}]),
     (aten.split_with_sizes.default, (x(4, 16), [8, 4, 4], 1), "d0 s", [{0}]),
@@ -72,7 +72,8 @@ UNRULED = [
     (aten.embedding.default, (x(16, 8), x(4, dtype=torch.int64), -1, True)),
     (aten.mse_loss.default, (x(4), x(4), 1)),
     (aten.cross_entropy_loss.default, (x(4, 6), x(4, dtype=torch.int64))),
-    (aten.arange.default, (4,)),
+    (aten.tril_indices.default, (4, 4)),
+    (aten.as_strided.default, (x(4, 4), [2, 2], [1, 2])),
     (aten.squeeze.default, (x(4, 1),)),
 ]
 

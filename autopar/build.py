@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from torch import fx
 
-from autopar.capture import Capture
+from autopar.capture import Capture, to_float64
 from autopar.choosing.wiring import weights_of
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
@@ -44,12 +44,14 @@ class Prepared:
     captured: Capture
 
 
-def prepare(captured: Capture, microbatches: int, graph: fx.GraphModule | None = None) -> Prepared:
-    """Run PREPARE on a copy of the captured graph (or of ``graph``, the same in another precision)."""
-    gm = copy_graph(graph or captured.graph)
+def prepare(captured: Capture, microbatches: int, *, float64: bool = False) -> Prepared:
+    """Run PREPARE on a copy of the captured graph; ``float64``: the result in that precision, node for node the same
+    (casts between types included, so that a plan fits both)."""
+    gm = copy_graph(captured.graph)
     gm.meta["batch_inputs"] = {i.name for i in captured.inputs if i.batch}
     gm.meta |= captured.relaxations
     gm = run(gm, PREPARE)
+    gm = to_float64(gm) if float64 else gm
     _refuse_changed_constants(gm, captured)
     annotate(gm, captured.trainable)
     if microbatches == 1:

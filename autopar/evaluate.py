@@ -92,7 +92,9 @@ def to_float64(graph_module: fx.GraphModule) -> fx.GraphModule:
         new.args = tree_map(_wider, new.args)
         new.kwargs = tree_map(_wider, new.kwargs)
         new.meta["val"] = tree_map(_wider, node.meta.get("val"))
-    return fx.GraphModule(graph_module, graph)
+    wide = fx.GraphModule(graph_module, graph)
+    wide.meta |= graph_module.meta
+    return wide
 
 
 def double(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

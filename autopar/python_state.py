@@ -10,13 +10,15 @@ from typing import Any
 from torch import nn
 
 OWN = frozenset(vars(nn.Module())) - {"training"}  # what nn.Module itself keeps
+HOOKS = frozenset(k for k, v in vars(nn.Module()).items() if "hooks" in k and isinstance(v, dict))
 CONTAINERS = (dict, list, set, deque)
 PLAIN = (bool, int, float, complex, str, bytes, tuple)
 
 
 @contextmanager
 def python_state_kept(model: nn.Module) -> Iterator[Callable[[], tuple[str, ...]]]:
-    """Put the attributes of all modules, what their containers hold, and the set of their buffers back at the end.
+    """Put the attributes of all modules, what their containers hold, their hooks and the set of their buffers back at
+    the end.
 
     Yields a function that names what has changed so far, by FQN and attribute.
 
@@ -31,6 +33,7 @@ def python_state_kept(model: nn.Module) -> Iterator[Callable[[], tuple[str, ...]
     """
     held = [(name, m, _attributes(m), dict(m._buffers)) for name, m in model.named_modules()]
     inside = [(v, _contents(v)) for _, _, attributes, _ in held for v in attributes.values() if type(v) in CONTAINERS]
+    hooks = [(v, dict(v)) for _, m, _, _ in held for k, v in vars(m).items() if k in HOOKS]
 
     def changed() -> tuple[str, ...]:
         found = []
@@ -46,7 +49,7 @@ def python_state_kept(model: nn.Module) -> Iterator[Callable[[], tuple[str, ...]
     try:
         yield changed
     finally:
-        for value, contents in inside:
+        for value, contents in (*inside, *hooks):
             value.clear()
             (value.extend if isinstance(value, (list, deque)) else value.update)(contents)
         for _, module, before, buffers in held:

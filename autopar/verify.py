@@ -243,7 +243,7 @@ class Subject:
         """The graph after PREPARE in one precision; made once."""
         key = (microbatches > 1, precision)
         if key not in self._prepared:
-            self._prepared[key] = prepare(self.captured, microbatches, self.graph64 if precision == "fp64" else None)
+            self._prepared[key] = prepare(self.captured, microbatches, float64=precision == "fp64")
         return self._prepared[key]
 
 

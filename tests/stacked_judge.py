@@ -43,7 +43,7 @@ class StackedJudge:
     def prepared(self, microbatches: int) -> Prepared:
         """The graph after PREPARE, made once for one microbatch and once for several."""
         if (microbatches > 1) not in self._prepared:
-            self._prepared[microbatches > 1] = prepare(self.captured, microbatches, self.graph)
+            self._prepared[microbatches > 1] = prepare(self.captured, microbatches, float64=True)
         return self._prepared[microbatches > 1]
 
     @cached_property

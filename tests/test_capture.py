@@ -610,6 +610,26 @@ def test_tables_made_when_first_asked() -> None:
     )
 
 
+def test_hooks_that_forward_installs_are_installed_anew() -> None:
+    class Records(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc, self.installed, self.seen = nn.Linear(4, 4), False, []
+
+        def forward(self, x):
+            if not self.installed:
+                self.fc.register_forward_hook(lambda module, inputs, out: self.seen.append(out))
+                self.installed = True
+            self.seen.clear()
+            return self.fc(x).sum() + torch.stack(self.seen).pow(2).mean()
+
+    model, x = Records(), torch.randn(6, 4)
+    captured = capture(model, (x,))
+    assert captured.checked == "equal" and not model.installed and not model.fc._forward_hooks
+    assert_equal_to_eager(captured, model, (x,))
+    assert len(model.fc._forward_hooks) == 1
+
+
 def test_rows_that_few_rows_do_not_have() -> None:
     class Hardest(nn.Module):
         def __init__(self) -> None:

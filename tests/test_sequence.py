@@ -33,7 +33,7 @@ def test_an_axis_of_its_own(model: str, plan: str, judge_of: Judges) -> None:
     """Also as completed from pins, where an eval program came first."""
     judge, pins = judge_of(f"{FILE}:{model}"), Pins.parse(plan)
     made = planned(judge, pins)
-    graph = prepare(judge.captured, made.plan.microbatches, judge.graph)
+    graph = prepare(judge.captured, made.plan.microbatches, float64=True)
     judge.assert_equal(apply(made.plan, graph), plan)
     assert made.plan.mesh["cp"] == 2
     share = divided(made.plan, made.prepared)["cp"].flops

@@ -87,7 +87,7 @@ def mesh_of(name: str, seed: int, sizes: tuple[int, int] | None = None) -> Mesh:
 def drawn(name: str, seed: int, mesh: Mesh, one_nesting: bool = False) -> Lowerable:
     """The model with random layouts."""
     captured = subject(name).captured
-    prepared = prepare(captured, 1 if mesh.time is None else 2, to_float64(captured.graph))
+    prepared = prepare(captured, 1 if mesh.time is None else 2, float64=True)
     batch_inputs = frozenset(i.name for i in captured.inputs if i.batch)
     body = random_layouts(
         copy_graph(prepared.body),

@@ -306,7 +306,7 @@ def recurrent_flops(args: tuple[Any, ...]) -> int:
     """
     x, _, *rest = args
     weights = [w for w in tree_leaves(rest) if isinstance(w, torch.Tensor) and w.dim() == 2]
-    return 2 * x.numel() // x.shape[-1] * sum(w.numel() for w in weights)
+    return int(2 * x.numel() // x.shape[-1] * sum(w.numel() for w in weights))
 
 
 def is_recurrent(target: Any) -> bool:

@@ -140,11 +140,11 @@ def _layout(
             if isinstance(word, str):
                 kinds[axis] = word
                 continue
-            dim, parts = _cut_by(word, v.shape)
-            lengths = special.divides if special.uneven else (*special.divides, *parts)
+            dim, pieces = _cut_by(word, v.shape)
+            lengths = special.divides if special.uneven else (*special.divides, *pieces)
             if any(n % mesh.axes[axis].size for n in lengths):
                 return None
-            cuts[dim].append((axis, Split((), parts if len(parts) > 1 else ())))
+            cuts[dim].append((axis, Split((), pieces if len(pieces) > 1 else ())))
             kinds[axis] = "S"
             continue
         place = next((d for d, dim in enumerate(named) if choice.name in dim.factors), None)

@@ -76,7 +76,7 @@ def divided(posed: Posed) -> Problem:
 
 
 def _work(posed: Posed) -> Callable[[fx.Node], float]:
-    """How work is counted: FLOPs, or, in a model that has none which torch counts (an LSTM), bytes of results."""
+    """How work is counted: FLOPs, or, in a model that has none (norms), bytes of results."""
     if any(flops(op) for unit in posed.units.units for op in unit.ops):
         return flops
     return lambda op: float(sum(v.nbytes for v in fact(op).values if v is not None))

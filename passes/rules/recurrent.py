@@ -21,7 +21,7 @@ from autopar.passes.rules.signature import NEVER, Call, read, shape_of
 if TYPE_CHECKING:
     from autopar.passes.emit import Emitter
 
-MOST_STEPS = 512  # of all layers and directions together, that are unrolled
+MOST_STEPS = 256  # of all layers and directions together, that are unrolled
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # stacked in the rows of the weights
 
 aten, ops = torch.ops.aten, torch.ops.autopar
@@ -39,10 +39,9 @@ def layers(node: fx.Node) -> Rule | None:
     x, y = ([NEVER, NEVER, d] for d in (NEVER, Dim(("u",), (units, units) if call["bidirectional"] else ())))
     x[at] = y[at] = b
     state: Dims = (NEVER, b, Dim(("u",)))
-    states = [state] * len(call.slots["hx"])
-    named = {"input": tuple(x), "hx": states, "params": [_rows(call, w) for w in call["params"]]}
+    states, params = [state] * len(call.slots["hx"]), [_rows(call, w) for w in call["params"]]
     why = _why_whole(call)
-    rule = call.rule([tuple(y), *states], named, whole=["u"], why=why)
+    rule = call.rule([tuple(y), *states], {"input": [tuple(x)], "hx": states, "params": params}, whole=["u"], why=why)
     return rule if why else _hidden(rule, ("R", "R", 2)[: len(rule.results)], lower_layers)
 
 

@@ -27,7 +27,18 @@ MODELS = Path(__file__).parents[2] / "recurrent_models.py"
 ALL = ["lstm", "gru", "rnn", "cells"]
 PINS = [{"tp": 2}, {"tp": 2, "microbatches": 2}, {"tp": 2, "dp": 2}, {"dp": 2, "zero": 3}, {"tp": 3}]
 
+aten = torch.ops.aten
+
 Judges = Callable[[str], Any]
+
+
+@pytest.mark.parametrize("op", [aten.lstm_cell.default, aten.gru_cell.default, aten.rnn_relu_cell.default])
+def test_cells(op: Any, check: Callable[..., list[str]]) -> None:
+    gates = {"lstm_cell": 4, "gru_cell": 3}.get(op.overloadpacket.__name__, 1)
+    x, h, *weights = (torch.randn(s) for s in ((6, 3), (6, 5), (5 * gates, 3), (5 * gates, 5)))
+    tried = check(op, x, [h, torch.randn(6, 5)] if gates == 4 else h, *weights)
+    for strategy in ("factor:b", "special:hidden"):
+        assert any(strategy in t for t in tried), f"{strategy} is not among {tried}"
 
 
 @pytest.mark.parametrize("pins", PINS, ids=str)

@@ -374,7 +374,7 @@ def reduction(m: Any) -> Any:
 def extreme(m: Any) -> Any:
     x = m.pick(lambda v: v.ndim > 0)
     d = m.dim(x, 2) if x else None
-    k = 0 if d is None else m.rng.randint(1, x.shape[d])
+    k = 0 if d is None else m.rng.randint(1, 2 if x.dims[d][1] else x.shape[d])
     how = m.one([
         lambda x: x.max(d).values, lambda x: x.min(d, keepdim=True)[0], lambda x: x.topk(k, d).values,
         lambda x: x.sort(d).values, lambda x: x.sort(d, descending=True)[0], lambda x: x.prod(d),

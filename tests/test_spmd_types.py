@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ import torch.nn.functional as F
 from spmd_types import SpmdTypeError
 from torch import Tensor, fx
 
-from autopar.build import Prepared, apply, choose, prepare
+from autopar.build import Prepared, apply, prepare
 from autopar.capture import Capture, capture
+from autopar.choosing.plan_training import plan_training
 from autopar.cluster import Cluster
 from autopar.loading import ModelSpec
 from autopar.passes import make_local
@@ -33,7 +35,7 @@ from autopar.passes.facts import is_tensor, value
 from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Layout
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
-from autopar.pins import Pins, resolve
+from autopar.pins import Pins
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")  # of the checker's own calls
 
@@ -69,8 +71,8 @@ def planned(name: str, plan: str) -> Lowerable:
     """The model with its layouts and every change a node."""
     ready, pins = prepared(name), Pins.parse(PLANS[plan])
     ranks = PLANS[plan].get("dp", 1) * PLANS[plan].get("tp", 1)
-    resolved = resolve(pins, ranks, ready.captured.batch)
-    return with_changes(apply(choose(ready, resolved, Cluster.local(ranks=ranks)), ready))
+    cluster = replace(Cluster.load("h100-dgx"), ranks_per_node=ranks)
+    return with_changes(apply(plan_training(ready.captured, pins, cluster, {}).plan, ready))
 
 
 @contextmanager
@@ -115,6 +117,9 @@ class Checked(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         made = super().run_node(n)
+        if _name(n.target).startswith("wait_") or (_name(n.target) in CHANGES and "start_" not in _name(n.target)):
+            for dim, size in enumerate(n.meta["val"].shape):
+                made = _resized(made, dim, size)
         return self.declare(made, *n.meta["layout"], n) if "layout" in n.meta else made
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
@@ -182,16 +187,31 @@ DUALS = {"none": spmd.I, "all_reduce": spmd.R, "slice": spmd.I, "reduce_scatter"
 Change = Callable[[dict[str, Any], Any], Tensor]
 
 
+def _resized(x: Tensor, dim: int, size: int) -> Tensor:
+    """So long along ``dim``: where pieces are uneven the checker's collectives, which know no others, get even ones."""
+    while x.shape[dim] < size:
+        x = torch.cat([x, x], dim)
+    return x if x.shape[dim] == size else torch.narrow(x, dim, 0, size)
+
+
+def _even(x: Tensor, dim: int, axis: Any) -> Tensor:
+    return _resized(x, dim, -(-x.shape[dim] // axis.size()) * axis.size())
+
+
 def _shard(call: dict[str, Any], axis: Any) -> Tensor:
     src = spmd.I if call["dual"] == "all_gather" else spmd.R
-    return spmd.convert(call["x"], axis, src=src, dst=spmd.S(call["dim"]), expert_mode=True)
+    return spmd.convert(_even(call["x"], call["dim"], axis), axis, src=src, dst=spmd.S(call["dim"]), expert_mode=True)
 
 
 CHANGES: dict[str, Change] = {
     "start_all_reduce": lambda c, axis: spmd.all_reduce(c["x"].contiguous(), axis, src=spmd.P, dst=DUALS[c["dual"]]),
     "start_all_gather": lambda c, axis: spmd.all_gather(c["x"], axis, src=spmd.S(c["dim"]), dst=DUALS[c["dual"]]),
-    "start_reduce_scatter": lambda c, axis: spmd.reduce_scatter(c["x"], axis, src=spmd.P, dst=spmd.S(c["dim"])),
-    "start_all_to_all": lambda c, axis: spmd.all_to_all(c["x"], axis, src=spmd.S(c["dim"]), dst=spmd.S(c["to_dim"])),
+    "start_reduce_scatter": lambda c, axis: spmd.reduce_scatter(
+        _even(c["x"], c["dim"], axis), axis, src=spmd.P, dst=spmd.S(c["dim"])
+    ),
+    "start_all_to_all": lambda c, axis: spmd.all_to_all(
+        _even(c["x"], c["to_dim"], axis), axis, src=spmd.S(c["dim"]), dst=spmd.S(c["to_dim"])
+    ),
     "shard": _shard,
     "pad": lambda c, axis: spmd.convert(c["x"], axis, src=spmd.S(c["dim"]), dst=spmd.P, expert_mode=True),
     "keep": lambda c, axis: spmd.convert(
@@ -270,7 +290,7 @@ def test_a_wrong_conversion_is_found(plan: str) -> None:
     model, captured = planned("llama", plan), prepared("llama").captured
     changes = check(model, captured, 1)
     tried = [i for i, name in enumerate(changes) if name in WRONG]
-    assert tried
+    assert tried and (plan != "sp" or "start_reduce_scatter" in changes)
     for i in tried:
         with pytest.raises(SpmdTypeError):
             check(model, captured, 1, wrong=i)

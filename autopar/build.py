@@ -23,10 +23,11 @@ from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Lowerable
-from autopar.passes.roles import divides_nothing
+from autopar.passes.roles import Limit, divides_nothing, limits_of, shares_nothing
 from autopar.passes.sequence import DIVIDE, Along, along_sequence, cuts_nothing
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.strategy import choices, rule, strategy
+from autopar.passes.units import core_ops, cut_units
 from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
 from autopar.plan import Op, Plan, Predicted, Whole, choice_from_text, choice_to_text
 from autopar.rests import resting, rests_of
@@ -84,8 +85,9 @@ def mesh_of(pins: ResolvedPins) -> Mesh:
 def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     """The plan for these pins. Raises AutoparError where a pin cannot be kept."""
     mesh = _with_wires(mesh_of(pins), cluster)
-    gm, left, along = _completed(prepared, mesh, pins.zero, ("tp",), (SEQUENCE,))
-    _keep_obligations(gm, mesh, along, left)
+    shares = ("tp",) if pins.pins.sp is True else ()
+    gm, left, obliged = _completed(prepared, mesh, pins.zero, ("tp",), (SEQUENCE,), shares)
+    _keep_obligations(gm, mesh, obliged, left)
     plan = plan_of(gm, prepared.captured, mesh, cluster)
     return replace(plan, predicted=_whole(plan, left), pins=pins.pins.given())
 
@@ -110,17 +112,35 @@ def choose_along(prepared: Prepared, training: Plan, cluster: Cluster) -> Plan:
     return replace(plan, predicted=_whole(plan, left), pins=training.pins)
 
 
+@dataclass(frozen=True)
+class _Obliged:
+    """What pinned axes must do, by the copied graph's nodes: ``along``, by axis, cut the sequence; ``limits``: with
+    ``sp=true``, what else of the tensor axis is cut along it."""
+
+    along: Mapping[str, Mapping[fx.Node, Along]]
+    limits: Mapping[fx.Node, Limit]
+
+
 def _completed(
-    prepared: Prepared, mesh: Mesh, zero: int, divided: Collection[str], cut: Collection[str]
-) -> tuple[fx.GraphModule, list[tuple[str, Undivided]], dict[str, dict[fx.Node, Along]]]:
-    """``divided``: axes that divide work; ``cut``: those along the sequence (returned: what lies along it)."""
+    prepared: Prepared,
+    mesh: Mesh,
+    zero: int,
+    divided: Collection[str],
+    cut: Collection[str],
+    shares: Collection[str] = (),
+) -> tuple[fx.GraphModule, list[tuple[str, Undivided]], _Obliged]:
+    """``divided``: axes that divide work; ``cut``: those along the sequence; ``shares``: of the first those that cut
+    what lies around a residual stream along it."""
     captured, gm = prepared.captured, copy_graph(prepared.body)
     parameters, batched = frozenset(captured.parameters), frozenset(i.name for i in captured.inputs if i.batch)
-    along = {
-        a.name: along_sequence(gm, parameters, weights_of(gm, parameters), batched, captured.batch)
-        for a in mesh.axes
-        if a.name in cut
-    }
+    weights, named = weights_of(gm, parameters), {a.name for a in mesh.axes}
+    rows = along_sequence(gm, parameters, weights, batched, captured.batch) if named & {*cut, *shares} else {}
+    along = {name: rows for name in cut if name in named}
+    keep = {name: _along_only(rows) for name in along}
+    limits: dict[fx.Node, Limit] = {}
+    for name in named & {*shares}:
+        limits, _ = limits_of(core_ops(gm, parameters), cut_units(gm, parameters), parameters, weights, rows)
+        keep[name] = _shared_only(limits)
     gm, left = complete_layouts(
         gm,
         mesh,
@@ -129,9 +149,9 @@ def _completed(
         batch=captured.batch,
         zero=zero,
         divided=divided,
-        keep={name: _along_only(found) for name, found in along.items()},
+        keep=keep,
     )
-    return gm, left, along
+    return gm, left, _Obliged(along, limits)
 
 
 def _along_only(along: Mapping[fx.Node, Along]) -> Keep:
@@ -140,6 +160,16 @@ def _along_only(along: Mapping[fx.Node, Along]) -> Keep:
     def keep(op: fx.Node, offered: list[Option], axis: int) -> list[Option]:
         allowed = along[op].of([s for _, s in offered], axis) if op in along else []
         return [o for o in offered if o[1] in allowed] or offered
+
+    return keep
+
+
+def _shared_only(limits: Mapping[fx.Node, Limit]) -> Keep:
+    """Of what glue may do on a tensor axis, what cuts the sequence, where something does."""
+
+    def keep(op: fx.Node, offered: list[Option], axis: int) -> list[Option]:
+        limit = limits.get(op)
+        return [o for o in offered if limit is not None and limit.cuts_sequence(o[1], axis)] or offered
 
     return keep
 
@@ -303,17 +333,19 @@ def _known(node: fx.Node, chosen: list[Choice]) -> bool:
     return True
 
 
-def _keep_obligations(
-    gm: fx.GraphModule, mesh: Mesh, along: Mapping[str, Mapping[fx.Node, Along]], left: list[tuple[str, Undivided]]
-) -> None:
+def _keep_obligations(gm: fx.GraphModule, mesh: Mesh, obliged: _Obliged, left: list[tuple[str, Undivided]]) -> None:
     """A pinned tp must divide something, and a pinned sp along the sequence."""
     for axis, a in enumerate(mesh.axes):
-        if a.is_time or a.name not in ("tp", SEQUENCE) or any(_divides(node, axis) for node in ops_of(gm)):
+        if a.is_time or a.name not in ("tp", SEQUENCE):
             continue
-        if a.name == SEQUENCE:
-            raise AutoparError(cuts_nothing(a.size, along[a.name]))
-        words = [f"{u.fqn} ({u.op.removeprefix('aten.')}): {u.why}" for name, u in left if name == a.name]
-        raise AutoparError(divides_nothing(a.size, words))
+        if not any(_divides(node, axis) for node in ops_of(gm)):
+            if a.name == SEQUENCE:
+                raise AutoparError(cuts_nothing(a.size, obliged.along[a.name]))
+            words = [f"{u.fqn} ({u.op.removeprefix('aten.')}): {u.why}" for name, u in left if name == a.name]
+            raise AutoparError(divides_nothing(a.size, words))
+        done = [(limit, fact(op).strategy) for op, limit in obliged.limits.items() if a.name == "tp"]
+        if done and not any(s is not None and limit.cuts_sequence(s, axis) for limit, s in done):
+            raise AutoparError(shares_nothing(a.size))
 
 
 def _divides(node: fx.Node, axis: int) -> bool:

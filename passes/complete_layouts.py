@@ -98,8 +98,8 @@ def complete_layouts(
     divided: Collection[str] = ("tp",),
     keep: Mapping[str, Keep] | None = None,
 ) -> tuple[fx.GraphModule, list[tuple[str, Undivided]]]:
-    """Give every node its strategy. On axes called ``divided`` work is divided; so it is on those of ``keep``, but
-    along the sequence and with parameters whole; on all others the batch is followed.
+    """Give every node its strategy. On axes called ``divided`` work is divided; so it is on others of ``keep``, but
+    along the sequence and with parameters whole; on all others the batch is followed. ``keep``: leaves choices out.
 
     ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is
     the batch; ``zero``: how parameters rest over the followed axes (``docs/design.md`` section 6). Returns the graph,
@@ -107,7 +107,7 @@ def complete_layouts(
     """
     state = Completion(gm, mesh, parameters)
     keep = keep or {}
-    followed = [i for i, a in enumerate(mesh.axes) if a.name not in divided and a.name not in keep]
+    followed = [i for i, a in enumerate(mesh.axes) if a.name not in (*divided, *keep)]
     for axis in followed:
         for node in state.leaves:
             if node.op == "placeholder" and node.name in batch_inputs:
@@ -116,7 +116,7 @@ def complete_layouts(
     undivided: list[tuple[str, Undivided]] = []
     for axis, a in enumerate(mesh.axes):
         if axis not in followed:
-            apart = {} if a.name in keep else batch_dims(gm, batch_inputs, batch)
+            apart = batch_dims(gm, batch_inputs, batch) if a.name in divided else {}
             found = divide_work(state, axis, apart, keep.get(a.name))
             undivided += [(a.name, u) for u in found]
     record(state, zero, [i for i, a in enumerate(mesh.axes) if not a.is_time and a.name not in divided])

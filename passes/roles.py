@@ -192,6 +192,14 @@ def divides_nothing(size: int, left: Sequence[str]) -> str:
     )
 
 
+def shares_nothing(size: int) -> str:
+    """What to say where a tensor axis of ``size`` ranks cuts nothing along the sequence, as ``sp=true`` asks."""
+    return (
+        f"pin sp=true: no norm, dropout or addition of this model can be cut along its sequence over tp={size}. "
+        f"Leave sp out."
+    )
+
+
 def why_whole(op: fx.Node, size: int, limit: Limit) -> str:
     """Why a tensor axis of ``size`` ranks does not divide an op that it should, and which would."""
     found = rule(op)
@@ -209,4 +217,4 @@ def _may_divide(op: fx.Node, size: int, limit: Limit) -> bool:
     return any(s is not None and s.choices[0].kind in DIVIDE for s in limit.of([s for s in found if s], 0))
 
 
-__all__ = ["DIVIDE", "Limit", "Roles", "divides_nothing", "limits_of", "why_whole"]
+__all__ = ["DIVIDE", "Limit", "Roles", "divides_nothing", "limits_of", "shares_nothing", "why_whole"]

@@ -17,7 +17,7 @@ from autopar.passes.facts import KEY, fact, value
 from autopar.passes.follow_time import TimeChoices
 from autopar.passes.layout import Layout
 from autopar.passes.parameter_states import ParameterState
-from autopar.passes.roles import divides_nothing, why_whole
+from autopar.passes.roles import divides_nothing, shares_nothing, why_whole
 from autopar.passes.sequence import DIVIDE, cuts_nothing, why_uncut
 from autopar.passes.sides import sides
 from autopar.passes.split_prologue import copy_graph
@@ -122,10 +122,7 @@ def _left_whole(posed: Posed, assignment: Assignment) -> tuple[Whole, ...]:
             )
         left += whole
     if roles.sequence and not any(roles.limits[op].cuts_sequence(s, roles.tensor or 0) for op, s in done.items()):
-        raise AutoparError(
-            "pin sp=true: no norm, dropout or addition of this model can be cut along its sequence over "
-            f"tp={posed.mesh.axes[roles.tensor or 0].size}. Leave sp out."
-        )
+        raise AutoparError(shares_nothing(posed.mesh.axes[roles.tensor or 0].size))
     return tuple(left)
 
 

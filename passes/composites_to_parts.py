@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -50,19 +51,24 @@ def composites_to_parts(gm: fx.GraphModule) -> fx.GraphModule:
 
 def is_composite(node: fx.Node) -> bool:
     """Whether the pass takes the node apart."""
-    target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or target in KEPT:
+    if node.op != "call_function" or not _composed(node.target):
         return False
-    if target._schema.is_mutable or torch.Tag.nondeterministic_seeded in target.tags:
-        return False
-    composed = torch._C.DispatchKey.CompositeImplicitAutograd
-    name = target._schema.name + ("." + target._schema.overload_name).rstrip(".")
-    if composed in target.py_kernels or not torch._C._dispatch_has_kernel_for_dispatch_key(name, composed):
-        return False  # what Python has in an op's place is not what eager runs
     made = tree_leaves(node.meta.get("val"))
     return (
         bool(made) and all(isinstance(v, Tensor) for v in made) and rule_of(node) is None and _parts(node) is not None
     )
+
+
+@cache
+def _composed(target: Any) -> bool:
+    """Whether an op is a function of its arguments in whose place eager runs others."""
+    if not isinstance(target, torch._ops.OpOverload) or target in KEPT or target._schema.is_mutable:
+        return False
+    composed = torch._C.DispatchKey.CompositeImplicitAutograd
+    name = target._schema.name + ("." + target._schema.overload_name).rstrip(".")
+    if torch.Tag.nondeterministic_seeded in target.tags or composed in target.py_kernels:
+        return False  # what Python has in an op's place is not what eager runs
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(name, composed))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.autocast_casts import Autocast
+from autopar.build import prepare
 from autopar.capture import capture, run_graph
 from autopar.errors import AutoparError
 
@@ -127,3 +128,10 @@ def test_an_op_that_is_watched_once() -> None:
     assert autocast.casts(torch.ops.aten.mm.default, (x, x), {}) == {x: torch.bfloat16}
     assert autocast.casts(torch.ops.aten.to.dtype, (x, torch.bfloat16), {}) == {}  # a cast of its own
     assert autocast.nested(torch.float16).casts(torch.ops.aten.mm.default, (x, x), {}) == {x: torch.float16}
+
+
+def test_a_plan_fits_the_float64_form() -> None:
+    captured = capture(Model(nested_and_disabled), (torch.randn(4, 5, 8),))
+    narrow, wide = (prepare(captured, 1, float64=f).body.graph.nodes for f in (False, True))
+    assert [n.target for n in narrow] == [n.target for n in wide]
+    assert {n.meta["val"].dtype for n in wide if isinstance(n.meta.get("val"), Tensor)} == {torch.float64}

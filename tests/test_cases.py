@@ -46,6 +46,10 @@ def supported(plan: dict[str, Any]) -> bool:
     return set(plan) <= SUPPORTED
 
 
+def ranks_of(plan: dict[str, Any]) -> int:
+    return int(plan.get("dp", 1) * plan.get("tp", 1) * plan.get("sp", 1))
+
+
 def words(plan: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in plan.items())
 
@@ -73,8 +77,6 @@ def test_stacked(case: str, plan: dict[str, Any], judge_of: Callable[[str], Any]
     if not supported(plan):
         later = ", ".join(sorted(set(plan) - SUPPORTED))
         pytest.skip(f"{case[:3]} {words(plan)}: not supported yet: {later}")
-    if plan.get("sp") == 2 or case.startswith("G24"):
-        pytest.skip(f"{case[:3]} {words(plan)}: sp=N and random ops are being built")
     text = refusal(case, plan)
     if text is None:
         judge_of(spec_of(case).target).pinned(**plan)
@@ -106,7 +108,7 @@ def test_on_real_ranks(pool: tuple[int, RankPool]) -> None:
     for case in CASES:
         if case[:3] not in REAL[size]:
             continue
-        plans = [p for p in plans_of(case) if supported(p) and p.get("dp", 1) * p.get("tp", 1) == size]
+        plans = [p for p in plans_of(case) if supported(p) and ranks_of(p) == size and refusal(case, p) is None]
         assert plans, f"{case} has no plan for {size} ranks"
         results = verify_many(spec_of(case), size, [Pins.parse(plan) for plan in plans], pool=ranks)
         for plan, result in zip(plans, results, strict=True):

@@ -300,14 +300,14 @@ def page(rows: list[Row], most: int) -> str:
         "for ops that reach its dispatcher; ours are those of the ops of a captured graph. Cuts are even and addends",
         "plain sums: uneven cuts, averages and minima have no counterpart on the other side. Only values are compared",
         "here: what gives the right value and a wrong gradient is missing on our side, on purpose. Of calls whose",
-        "operands can be",
-        f"held in more than {MOST_WAYS} ways neither wrong nor missing strategies are counted.",
+        f"operands can be held in more than {MOST_WAYS} ways neither wrong nor missing strategies are counted. An op whose",
+        "samples draw random numbers, or that only copies and so is no op of a prepared graph, has none on our side.",
         "",
         "| | autopar | DTensor |",
         "|---|---:|---:|",
         *(f"| {what} | {ours} | {theirs} |" for what, ours, theirs in summary(rows)),
         "",
-        f"By op, at most {most} samples each and length: strategies, wrong ones, missing ones.",
+        f"By op, {most} samples of each of its forms: strategies, wrong ones, missing ones.",
         "",
         "| op | autopar | wrong | missing | DTensor | wrong | missing |",
         "|---|---:|---:|---:|---:|---:|---:|",
@@ -326,7 +326,9 @@ def main() -> int:
     """Print a row an op and the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", default="")
-    parser.add_argument("--most", type=int, default=3, help="samples of an OpInfo at each of three lengths")
+    parser.add_argument(
+        "--most", type=int, default=2, help="samples of an OpInfo at even lengths (half of it at others)"
+    )
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--theirs", action="store_true", help="print DTensor's wrong strategies too")
     parser.add_argument("--write", action="store_true")

@@ -272,9 +272,9 @@ def assemble(
         ]
         if index:
             grid = torch.meshgrid(*index, indexing="ij")
-            version[grid] = version[grid] + piece.detach() if like.dtype != torch.bool else piece
+            version[grid] = version[grid] + piece.detach() if like.dtype != torch.bool else version[grid] | piece
         else:
-            versions[key] = version + piece.detach() if like.dtype != torch.bool else piece
+            versions[key] = version + piece.detach() if like.dtype != torch.bool else version | piece
     first, *others = versions.values()
     for other in others:
         close(other, first, f"{layout}: replicas differ")

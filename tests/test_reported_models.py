@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from autopar.build import apply
+from autopar.choosing.plan_training import plan_training
+from autopar.cluster import Cluster
+from autopar.pins import Pins
 
 MODELS = Path(__file__).with_name("reported_models.py")
 NAMES = re.findall(r"^def (\w+)\(\) -> Built", MODELS.read_text(), re.MULTILINE)
@@ -20,6 +26,7 @@ PLANS: list[dict[str, Any]] = [
     {"tp": 4},
     {"dp": 2, "tp": 2, "zero": 2, "microbatches": 2},
 ]
+FIGURES = Cluster.load("h100-dgx")  # where a reduce-scatter pays
 WHOLE_BATCH = {"buffers_of_a_codebook"}  # they keep a mean over all rows
 
 
@@ -28,5 +35,8 @@ def test_equal_to_one_process(name: str, judge_of: Callable[[str], Any]) -> None
     judge, index = judge_of(f"{MODELS}:{name}"), NAMES.index(name)
     judge.spec()
     for plan in (PLANS[index % len(PLANS)], PLANS[(index + 3) % len(PLANS)]):
-        judge.pinned(**{**plan, "microbatches": 1} if name in WHOLE_BATCH else plan)
+        pins = {**plan, "microbatches": 1} if name in WHOLE_BATCH else plan
+        cluster = replace(FIGURES, ranks_per_node=plan.get("dp", 1) * plan.get("tp", 1))
+        made = plan_training(judge.captured, Pins.parse(pins), cluster, {}).plan
+        judge.assert_equal(apply(made, judge.prepared(made.microbatches)), f"{pins}")
     judge.random(index, (2, 2) if index % 2 else (3,))

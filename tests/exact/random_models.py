@@ -26,6 +26,7 @@ import torch
 from autopar.equality import Run, distances
 from autopar.errors import AutoparError
 from autopar.passes.lower import lower, with_changes
+from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
@@ -74,7 +75,7 @@ def real(rank: int, seed: int) -> tuple[str, str]:
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advises on full_tensor of nested shards
     model, args, kwargs = beside("random_models").make(seed)
-    judge = beside("stacked_judge").StackedJudge(model, args, kwargs)
+    judge = beside("stacked_judge").StackedJudge(model, args, kwargs, key=random_key(0, 0))  # of the first step
     name, microbatches = f"seed {seed} on {REAL} real ranks", 1 + seed % 2
     try:
         drawn = judge.drawn(seed, REAL, microbatches, one_nesting=True)

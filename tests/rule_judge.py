@@ -20,7 +20,7 @@ from autopar.passes.rules.core import LOCALIZE, PLACES, rule_of
 from autopar.passes.strategy import Proposal, at_positions, choices, special_of, strategy
 from autopar.runtime.stacked import run_stacked
 
-TOLERANCE = 1e-10  # of the largest element, in float64
+TOLERANCE = 1e-10  # of the largest element of a result or of the operands, in float64
 FROZEN: dict[tuple[Any, ...], tuple[int, ...]] = {}  # by op and operand types: see `frozen`
 DUAL = {"S": "S", "R": "P", "P": "R", "I": "I"}
 MESHES = (
@@ -142,7 +142,7 @@ class Whole:
         self.cotangents = [torch.randn_like(r) if differentiable(r) else None for r in self.results]
         self.grads = gradients(self.results, leaves, self.cotangents)
         sizes = [float(x.detach().abs().max()) for x in operands if differentiable(x) and x.numel()]
-        self.floor = TOLERANCE * min(1.0, max(sizes, default=1.0) or 1.0)
+        self.floor = TOLERANCE * (max(sizes, default=1.0) or 1.0)
 
 
 def frozen(node: fx.Node, operands: Tensors) -> tuple[int, ...]:

@@ -130,7 +130,10 @@ def test_a_tp_that_divides_nothing_is_refused() -> None:
 def test_what_tp_leaves_whole_is_named() -> None:
     plan, _, _ = planned(mlp.make, 4, {"tp": 4}, inputs=5, width=5, classes=4)
     (whole,) = plan.predicted.whole
-    assert (whole.axis, whole.fqn) == ("tp", "layers.0") and "for each of 4 ranks (legal: tp=2, tp=3, tp=5)" in whole.why
+    assert (whole.axis, whole.fqn) == (
+        "tp",
+        "layers.0",
+    ) and "for each of 4 ranks (legal: tp=2, tp=3, tp=5)" in whole.why
 
 
 def test_plans_are_the_same_every_time() -> None:

@@ -151,13 +151,14 @@ def program(walk: Walk, shape: Sequence[int], mesh: Mesh, rank: int, names: Sequ
 
 
 def held(layout: Layout, axis: int, shape: Sequence[int], mesh: Mesh, rank: int) -> tuple[int, list[int], int]:
-    """The dim that the axis cuts, the lengths of its parts before it does, and the items of each (where it alone cuts
-    between items)."""
+    """The dim that the axis cuts, the lengths of its parts before it does, and the items of each."""
     dim = layout.dim_of(axis)
     assert dim is not None
     split = replace(layout.dims[dim], axes=tuple(a for a in layout.dims[dim].axes if a != axis))
     before = Layout(layout.kinds, tuple(split if d == dim else s for d, s in enumerate(layout.dims)))
-    return dim, [n for _, n in before.runs(tuple(shape), mesh, mesh.coordinates(rank))[dim]], split.items
+    lengths = [n for _, n in before.runs(tuple(shape), mesh, mesh.coordinates(rank))[dim]]
+    item = (split.parts or (shape[dim],))[0] // split.items if split.items else 0
+    return dim, lengths, lengths[0] // item if item else 0
 
 
 def change(

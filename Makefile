@@ -35,10 +35,10 @@ build/vision: $(READY)
 exact-ops: build/vision  ## 49 public models x plans, with and without dropout (at most 150 minutes on 2 cores)
 	PYTHONPATH=build/vision $(BIN)/python tests/exact/ops.py --minutes 140
 
-exact-rules: $(READY)  ## every strategy of every rule over torch's samples, and DTensor's (at most 60 minutes)
-	$(BIN)/python tests/exact/rules.py
+exact-rules: $(READY)  ## every strategy of every rule over torch's samples beside DTensor's: docs/rules.md (15 minutes)
+	$(BIN)/python tests/exact/rules.py --write
 
-exact-random: $(READY)  ## 2,000 random models under random layouts, 100 of them on real ranks (at most 90 minutes)
+exact-random: $(READY)  ## 2,000 random models under random layouts, 100 of them on real ranks (some hours)
 	$(BIN)/python tests/exact/random_models.py
 
 exact-slice: build/vision  ## models x plans x ranks against one process (at most 90 minutes on 2 cores)

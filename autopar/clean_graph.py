@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from autopar.autocast_casts import Autocast
 from autopar.errors import AutoparError
 from autopar.name_dtypes import name_dtypes
+from autopar.order_by_use import order_by_use
 from autopar.rejoin import rejoin
 from autopar.traps import REGION, VALUES, is_users
 
@@ -51,6 +52,7 @@ def clean_graph(
     rejoin(graph)
     _drop_dead(graph)
     name_dtypes(graph)
+    order_by_use(graph, kinds)
     for node in graph.nodes:
         _refuse_symbolic(node)
     used = [str(n.target) for n in graph.nodes if n.op == "get_attr"]

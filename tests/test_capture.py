@@ -826,3 +826,43 @@ def test_lists_of_rows_that_are_joined_again() -> None:
     targets = {n.target for n in captured.graph.graph.nodes}
     assert captured.checked == "equal"
     assert not targets & {torch.ops.aten.unbind.int, torch.ops.aten.split.Tensor, torch.ops.aten.cat.default}
+
+
+class ThroughASet(nn.Module):
+    """Tables by name, made in the order in which a set gives the names (another in every process)."""
+
+    def __init__(self, names):
+        super().__init__()
+        self.names, self.fc = names, nn.Linear(4, 4)
+        for name in ("near", "far"):
+            self.register_buffer(name, torch.rand(4))
+
+    def forward(self, x):
+        tables = {name: getattr(self, name).sin() * 2 for name in self.names}
+        return ((self.fc(x) * tables["near"]).relu() + tables["far"]).sum()
+
+
+def test_what_no_weight_reaches_stands_where_it_is_read() -> None:
+    torch.manual_seed(0)
+    one, two = (ThroughASet(names) for names in (("near", "far"), ("far", "near")))
+    hashes = {capture(model, (torch.randn(3, 4),)).hash for model in (one, two)}
+    assert len(hashes) == 1
+
+
+class WrittenBetween(nn.Module):
+    """A buffer that is read, written in place, and read again."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("level", torch.rand(4))
+
+    def forward(self, x):
+        before = self.level[:2] + 1
+        self.level.mul_(2)
+        return self.fc(x).sum() * before.sum() + self.level.sum()
+
+
+def test_what_is_written_in_place_keeps_its_order() -> None:
+    torch.manual_seed(0)
+    assert capture(WrittenBetween(), (torch.randn(3, 4),)).checked == "equal"

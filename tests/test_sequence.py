@@ -45,7 +45,7 @@ def test_a_list_of_tokens_is_cut_between_sequences_where_another_axis_cuts_it(ju
     judge = judge_of(f"{FILE}:tokens_listed")
     for plan in ("sp=2", "sp=2 dp=2"):
         made = planned(judge, Pins.parse(plan))
-        judge.assert_equal(apply(made.plan, prepare(judge.captured, made.plan.microbatches, judge.graph)), plan)
+        judge.assert_equal(apply(made.plan, judge.prepared(made.plan.microbatches)), plan)
         assert divided(made.plan, made.prepared)[made.plan.axes[-1].display[0]].flops == 0.5
 
 

@@ -256,7 +256,8 @@ def _llava() -> Built:
     model = _transformers("Llava", "ForConditionalGeneration", settings)
     ids = torch.cat([torch.full((ROWS, 16), 4), _tokens(8)], 1)
     images = torch.randn(ROWS, 3, 32, 32)
-    return model, (), {"input_ids": ids, "pixel_values": images, "labels": ids.clone(), "use_cache": False}
+    inputs = {"input_ids": ids, "pixel_values": images, "labels": ids.clone(), "use_cache": False}
+    return WithLoss(model), (), inputs  # the loss alone: its other outputs are a list with a tensor a row
 
 
 def _classifier(model: nn.Module, side: int) -> Built:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_flatten, tree_map
 
+from autopar.errors import AutoparError
 from autopar.passes.layout import Layout
 
 KEY = "autopar"
@@ -158,7 +159,7 @@ def call(
     graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, *, like: fx.Node
 ) -> fx.Node:
     """A new call_function node at the graph's insertion point, its ``meta["val"]`` computed on the meta device, its
-    module stack and source line those of ``like``."""
+    module stack and source line those of ``like``. Raises AutoparError where torch has no meta kernel for the op."""
     kwargs = kwargs or {}
     node = graph.call_function(target, args, kwargs)
     real = tree_map(lambda a: a.meta["val"] if isinstance(a, fx.Node) else a, (args, kwargs))
@@ -171,7 +172,13 @@ def call(
     if asked not in _MADE:
         if len(_MADE) > MOST_MADE:
             _MADE.clear()
-        _MADE[asked] = _on_meta(target, *real)
+        try:
+            _MADE[asked] = _on_meta(target, *real)
+        except NotImplementedError as error:
+            raise AutoparError(
+                f"{_fqn(like) or like.name}: torch cannot say what {target} ({_source(like)}) makes without computing "
+                "it (it has no meta kernel). Give it one with torch.library.register_fake, or write it with other ops."
+            ) from error
     node.meta["val"] = _MADE[asked]
     for key in ("nn_module_stack", "stack_trace", "from_node", "checkpoint", RELAXED):
         if key in like.meta:

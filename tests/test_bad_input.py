@@ -498,3 +498,18 @@ def test_call(kind):
     with pytest.raises(AutoparError) as error:
         call()
     assert expected in str(error.value) and "\n" not in str(error.value)
+
+
+class WithoutMetaKernel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.fake_quantize_per_tensor_affine(self.fc(x), 0.1, 0, -128, 127).sum()
+
+
+def test_an_op_of_which_torch_does_not_say_what_it_makes():
+    with pytest.raises(AutoparError, match=r"fake_quantize.*test_bad_input\.py:\d+.*register_fake") as caught:
+        autopar.compile(WithoutMetaKernel(), Cluster.local(ranks=2), args=(torch.randn(8, 4),)).plan  # noqa: B018
+    assert "\n" not in str(caught.value)

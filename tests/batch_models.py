@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import building
 import torch
 import torch.nn.functional as F
+from building import Built
 from torch import Tensor, nn
 
-Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 MODELS: dict[str, Callable[[], Built]] = {}
 WHOLE: set[str] = set()  # those that no microbatch can compute from its own rows
 B, T, D, C = 12, 4, 6, 8  # rows, tokens, width, classes
@@ -28,14 +29,8 @@ def whole(make: Callable[[], Built]) -> Callable[[], Built]:
 
 
 def net(forward: Callable[..., Any], *args: Any, **parts: nn.Module | Tensor) -> Built:
-    """A module with this ``forward``; parts become submodules, parameters and (plain tensors) buffers."""
-    module = type("Net", (nn.Module,), {"forward": forward})()
-    for name, part in parts.items():
-        if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-            module.register_buffer(name, part)
-        else:
-            setattr(module, name, part)
-    return module, args, {}
+    """As `building.net`, with its inputs."""
+    return building.net(forward, **parts), args, {}
 
 
 def images(*size: int) -> Tensor:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,16 +28,14 @@ def _alone() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def judge_of() -> Callable[[str], Any]:
     """``judge_of("FILE:factory")``: the model's `StackedJudge` (``stacked_judge.py``), captured once a session."""
-    spec = importlib.util.spec_from_file_location("stacked_judge", Path(__file__).with_name("stacked_judge.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
 
     @cache
     def judge(target: str) -> Any:
+        from stacked_judge import StackedJudge
+
         from autopar.loading import ModelSpec
 
         loaded = ModelSpec(target).load()
-        return module.StackedJudge(loaded.model.train(), loaded.args, loaded.kwargs)
+        return StackedJudge(loaded.model.train(), loaded.args, loaded.kwargs)
 
     return judge

@@ -7,9 +7,7 @@ what is too large or not finite are read off values and need no code per op.
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 import traceback
 from collections.abc import Callable, Sequence
 from copy import deepcopy
@@ -205,19 +203,12 @@ def _almost_zero(x: Tensor) -> bool:
     return bool(((x != 0) & (x.abs() < 1e-4)).any())
 
 
-def _beside(name: str) -> Any:
-    """The module in the file ``name`` of this folder."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def make(seed: int) -> Built:
     """The model of ``seed`` in training mode, its inputs."""
-    ops, parts, losses = _beside("random_ops"), _beside("random_parts"), _beside("random_losses")
+    import random_losses as losses
+    import random_ops as ops
+    import random_parts as parts
+
     table = {group: [*ops.OPS.get(group, ()), *parts.PARTS.get(group, ())] for group in (*ops.OPS, *parts.PARTS)}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

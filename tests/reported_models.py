@@ -5,34 +5,12 @@ Factories of (model, args, kwargs), as in ``small_models.py``; none of them was 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
+from building import Built, ids, net, par
 from torch import Tensor, nn
 
-Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 B, T, D = 8, 6, 12
-
-
-def net(forward: Callable[..., Any], **parts: Any) -> nn.Module:
-    """A module with this ``forward``; parts become submodules, parameters and (plain tensors) buffers."""
-    module = type("Net", (nn.Module,), {"forward": forward})()
-    for name, part in parts.items():
-        if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-            module.register_buffer(name, part)
-        else:
-            setattr(module, name, part)
-    return module
-
-
-def par(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape) * 0.3)
-
-
-def ids(n: int, *shape: int) -> Tensor:
-    return torch.randint(0, n, shape)
 
 
 def x(*shape: int) -> Tensor:

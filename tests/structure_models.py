@@ -9,16 +9,15 @@ import collections
 import dataclasses
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torch.nn.utils.parametrize
 import torch.nn.utils.prune
 import torch.utils.checkpoint
+from building import Built, net, par
 from torch import Tensor, nn
 
-Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 B = 8  # rows
 WHOLE_BATCH: set[str] = set()
 
@@ -32,21 +31,6 @@ def whole_batch(make: Callable[[], Built]) -> Callable[[], Built]:
     """Mark one that needs the whole batch at once."""
     WHOLE_BATCH.add(make.__name__)
     return make
-
-
-def net(forward: Callable[..., Any], **parts: Any) -> nn.Module:
-    """A module with this ``forward``; parts become submodules, parameters and (plain tensors) buffers."""
-    module = type("Net", (nn.Module,), {"forward": forward})()
-    for name, part in parts.items():
-        if isinstance(part, Tensor) and not isinstance(part, nn.Parameter):
-            module.register_buffer(name, part)
-        else:
-            setattr(module, name, part)
-    return module
-
-
-def par(*shape: int, dtype: torch.dtype = torch.float32) -> nn.Parameter:
-    return nn.Parameter((torch.randn(shape) * 0.3).to(dtype))
 
 
 def xy(i: int = 8, o: int = 8, *more: int) -> tuple[Tensor, Tensor]:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import warnings
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import experts_models
 import pytest
 import torch
 import torch.nn.functional as F
+from stacked_judge import StackedJudge
 from torch import Tensor, nn
 
 from autopar.build import apply
@@ -36,18 +35,10 @@ PINNED: list[dict[str, int]] = [{"dp": 2, "tp": 2}, {"dp": 2, "zero": 3}, {"dp":
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def load_file(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @cache
 def judge_of(name: str, experts: str, router_loss: bool = False) -> Any:
-    model, args, kwargs = load_file("experts_models").make(name, experts, router_loss)
-    return load_file("stacked_judge").StackedJudge(model, args, kwargs)
+    model, args, kwargs = experts_models.make(name, experts, router_loss)
+    return StackedJudge(model, args, kwargs)
 
 
 @pytest.mark.parametrize(("name", "experts"), NAMES, ids=[" ".join(n) for n in NAMES])
@@ -86,7 +77,7 @@ class InHalf(nn.Module):
 
 
 def test_torchs_own_product() -> None:
-    judge = load_file("stacked_judge").StackedJudge(InHalf().bfloat16(), (torch.randn(8, 8).bfloat16(),), {})
+    judge = StackedJudge(InHalf().bfloat16(), (torch.randn(8, 8).bfloat16(),), {})
     assert any(n.target is torch.ops.autopar.grouped_mm.default for n in judge.graph.graph.nodes)
     for plan in ({"tp": 2}, {"dp": 2, "microbatches": 2}):
         judge.pinned(**plan)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -11,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from measured import measured
 from torch import nn
 
 from autopar.build import apply, choose, prepare
@@ -23,19 +22,6 @@ from autopar.predict import IN_PEAK, predict
 from autopar.run_on_fakes import run_on_fakes
 from autopar.runtime.pool import RankPool
 from autopar.solver.cost import step_time
-
-
-def load_file(name, path):
-    """The module in a file, under a name that rank processes find too."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-HERE = Path(__file__).parent
-measured = load_file("measured", HERE / "measured.py").measured
 
 
 @pytest.fixture(scope="module")

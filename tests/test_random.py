@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from stacked_judge import StackedJudge
 from torch import Tensor, nn
 
 import autopar
@@ -146,35 +146,21 @@ def test_verify_with_dropout() -> None:
         ("T5ForConditionalGeneration", {"d_model": 32, "d_kv": 8, "num_layers": 1, "num_heads": 4, "d_ff": 64}),
     ],
 )
-def test_public_models_with_the_dropout_they_come_with(
-    model: str, options: dict[str, Any], judge_class: Callable[..., Any]
-) -> None:
+def test_public_models_with_the_dropout_they_come_with(model: str, options: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     family = model.removesuffix("LMHeadModel").removesuffix("ForMaskedLM").removesuffix("ForConditionalGeneration")
     common = {"vocab_size": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
     config = getattr(transformers, f"{family}Config")(**common, **options, use_cache=False)
     ids = torch.randint(3, 64, (8, 12))
-    judge = judge_class(getattr(transformers, model)(config).train(), (), {"input_ids": ids, "labels": ids.clone()})
+    judge = StackedJudge(getattr(transformers, model)(config).train(), (), {"input_ids": ids, "labels": ids.clone()})
     assert sum(draws(n.target) for n in judge.graph.graph.nodes) > 5
     judge.pinned(dp=2, tp=2, microbatches=2)
     judge.random(0)
 
 
-@pytest.fixture
-def judge_class() -> Any:
-    """`StackedJudge`."""
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("stacked_judge", Path(__file__).with_name("stacked_judge.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.StackedJudge
-
-
-def test_numbers_of_another_place_are_caught(judge_class: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_numbers_of_another_place_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that draw as if their piece were the first."""
-    judge = judge_class(*attention())
+    judge = StackedJudge(*attention())
     judge.pinned(dp=2)
     first = lambda piece: tuple(((0, sum(n for _, n in runs)),) for runs in piece)
     monkeypatch.setattr("autopar.passes.make_local.runs_of", lambda pieces: runs_of(list(map(first, pieces))))

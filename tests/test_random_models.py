@@ -3,30 +3,18 @@ plan for pins or the solver's own, in the stacked semantics. ``make exact-random
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import random_models
 import torch
+from stacked_judge import StackedJudge
 
 HERE = Path(__file__).parent
 SEEDS, GROUPS = 60, 12
-
-
-def beside(name: str) -> Any:
-    """The module in a file of this folder."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-random_models = beside("random_models")
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +36,7 @@ def _exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_equal_to_one_process(group: int) -> None:
     for seed in range(group, SEEDS, GROUPS):
-        judge = beside("stacked_judge").StackedJudge(*random_models.make(seed))
+        judge = StackedJudge(*random_models.make(seed))
         for plan in random_models.plans(seed, 1):
             found = random_models.judged(judge, plan)
             assert found == "equal" or found.startswith("refused: "), f"{plan}: {found}"
@@ -71,6 +59,6 @@ def test_a_wrong_change_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(stacked._CHANGES, "start_all_reduce", nothing)
     found = []
     for seed in range(4):
-        judge = beside("stacked_judge").StackedJudge(*random_models.make(seed))
+        judge = StackedJudge(*random_models.make(seed))
         found += [random_models.judged(judge, plan) for plan in random_models.plans(seed, 2)]
     assert sum(f.startswith("not equal") for f in found) >= len(found) / 2, found

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
+from exact import solved as table
 
 from autopar.build import apply, prepare
 from autopar.choosing.solve import Solver, solve_plan, solved
@@ -20,24 +18,13 @@ from autopar.plan import loads
 
 
 @cache
-def table() -> Any:
-    """``exact/solved.py``: the same checks over more models."""
-    path = Path(__file__).parent / "exact" / "solved.py"
-    spec = importlib.util.spec_from_file_location("exact_solved", path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["exact_solved"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@cache
 def judge(name: str) -> Any:
-    return table().judge_of(name)
+    return table.judge_of(name)
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("mlp", 4), ("resnet", 2), ("small:lora_frozen_base", 2)])
 def test_plans_are_equal_and_fit_under_three_limits(name: str, ranks: int) -> None:
-    for row in table().rows(name, ranks):
+    for row in table.rows(name, ranks):
         assert not row.wrong, str(row)
 
 
@@ -71,9 +58,9 @@ def test_next_best_plans_are_other_plans() -> None:
 def test_where_nothing_fits_the_nearest_change_does() -> None:
     captured, roomy = judge("mlp").captured, Cluster.local(ranks=2)
     with pytest.raises(NothingFits) as lean:
-        solved(captured, table().with_memory(roomy, 1e4), nearest=False)
+        solved(captured, table.with_memory(roomy, 1e4), nearest=False)
     assert lean.value.plan is not None and lean.value.plan.predicted.peak_mem_gib is not None
-    short = table().with_memory(roomy, 0.95 * lean.value.plan.predicted.peak_mem_gib * 2**30)
+    short = table.with_memory(roomy, 0.95 * lean.value.plan.predicted.peak_mem_gib * 2**30)
     with pytest.raises(NothingFits, match=r"no plan fits: .* needs .* of .* too many .*Nearest: nodes=2") as caught:
         solve_plan(captured, short)
     plan = caught.value.plan

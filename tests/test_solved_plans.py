@@ -3,16 +3,14 @@ their neighbours; where nothing fits, the change that is named makes it fit."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import limits
 import pytest
+from exact import rivals
 
 from autopar.choosing.plan_training import plan_training
 from autopar.cluster import Cluster
@@ -29,19 +27,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"layers": 1, "sequence": 8, "batch": 4},
 }
 NEAR = 12  # plans near to each
-
-
-def load_file(name: str, path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-HERE = Path(__file__).parent
-limits = load_file("limits", HERE / "limits.py")
-rivals = load_file("exact_rivals", HERE / "exact" / "rivals.py")
 
 
 def spec_of(name: str) -> ModelSpec:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from autopar.build import Prepared, choose
@@ -30,23 +29,13 @@ from autopar.runtime.pool import RankPool
 from autopar.verify import Subject
 from autopar.write_plan import plan_of
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from exact import slice as slice_
+from measured import measured
+
 Made = tuple[Plan, Prepared]
 RANKS, TIMEOUT, MOST_OFF = 2, 600.0, 0.02
 CLUSTER = Cluster.local(ranks=RANKS)
-HERE = Path(__file__).parent
-
-
-def load_file(name: str, path: Path) -> ModuleType:
-    """The module in a file, under a name that rank processes find too."""
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-slice_ = load_file("exact_slice", HERE / "slice.py")
-measured = load_file("measured", HERE.parent / "measured.py").measured
 
 
 def pinned(subject: Subject) -> Iterator[tuple[str, Callable[[], Made]]]:

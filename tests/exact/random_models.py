@@ -9,7 +9,6 @@ every plan that is not equal with the seed that makes it again; ends with exit c
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import logging
 import sys
 import time
@@ -32,24 +31,17 @@ from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
 from autopar.runtime.program import Program
 
-TESTS = Path(__file__).parents[1]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import random_models
+from stacked_judge import StackedJudge
+
 REAL = (2, 2)
 CHUNK = 10
 
 
-def beside(name: str) -> Any:
-    """The module in a file of the folder above."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TESTS / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
 def judge_of(seed: int) -> Any:
     """The model's judge."""
-    return beside("stacked_judge").StackedJudge(*beside("random_models").make(seed))
+    return StackedJudge(*random_models.make(seed))
 
 
 def stacked(seeds: Sequence[int]) -> list[tuple[str, str, list[str]]]:
@@ -64,8 +56,8 @@ def stacked(seeds: Sequence[int]) -> list[tuple[str, str, list[str]]]:
             found.append((f"capture of seed {seed}", f"{type(error).__name__}: {error}", []))
             continue
         ops = sorted({str(n.target) for n in judge.graph.graph.nodes if n.op == "call_function"})
-        for plan in beside("random_models").plans(seed):
-            found.append((str(plan), beside("random_models").judged(judge, plan), ops))
+        for plan in random_models.plans(seed):
+            found.append((str(plan), random_models.judged(judge, plan), ops))
             ops = []
     return found
 
@@ -74,8 +66,8 @@ def real(rank: int, seed: int) -> tuple[str, str]:
     """One random plan on this and the other ranks: (name, what came of it)."""
     torch.set_num_threads(1)
     logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it advises on full_tensor of nested shards
-    model, args, kwargs = beside("random_models").make(seed)
-    judge = beside("stacked_judge").StackedJudge(model, args, kwargs, key=random_key(0, 0))  # of the first step
+    model, args, kwargs = random_models.make(seed)
+    judge = StackedJudge(model, args, kwargs, key=random_key(0, 0))  # of the first step
     name, microbatches = f"seed {seed} on {REAL} real ranks", 1 + seed % 2
     try:
         drawn = judge.drawn(seed, REAL, microbatches, one_nesting=True)
@@ -88,7 +80,7 @@ def real(rank: int, seed: int) -> tuple[str, str]:
     (loss,) = Program(program, names, ranks, constants).step(judge.inputs)
     grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in names.named_parameters()}
     step = Run(loss, grads, dict(names.named_buffers()), {})
-    return name, beside("random_models").verdict(judge, distances(step, judge.reference, lr=1.0)[0])
+    return name, random_models.verdict(judge, distances(step, judge.reference, lr=1.0)[0])
 
 
 def report(found: Sequence[tuple[str, str]], how: str, started: float) -> int:

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from autopar.choosing.plan_training import plan_training
@@ -32,26 +31,14 @@ from autopar.plan import Plan, loads
 from autopar.runtime.pool import RankPool
 from autopar.verify import Subject, VerifyResult, verify_many
 
-HERE = Path(__file__).parent
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import limits
+from exact import rivals
+from exact import slice as slice_
+
 TIMEOUT = 600.0
 ROUNDING = 1e-9
 LEAST_SHARE = 0.01  # of something that an axis takes off a rank, to count as divided
-
-
-def load_file(name: str, path: Path) -> ModuleType:
-    """The module in a file, under a name that worker processes find too."""
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-slice_ = load_file("exact_slice", HERE / "slice.py")
-limits = load_file("limits", HERE.parent / "limits.py")
-rivals = load_file("exact_rivals", HERE / "rivals.py")
 
 
 @dataclass(frozen=True)

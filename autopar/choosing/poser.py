@@ -16,7 +16,6 @@ from autopar.choosing.wiring import Known, Wiring, first_reads, kept_sides, weig
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes import run
-from autopar.passes.completion import is_op
 from autopar.passes.divide_work import propose_parts
 from autopar.passes.facts import value
 from autopar.passes.follow_time import TimeChoices, cut_alike, follow_axis, follow_time
@@ -192,8 +191,3 @@ def outputs_of(gm: fx.GraphModule) -> dict[fx.Node, str]:
     assert isinstance(result, dict)
     found = {n: "loss" for n in result["outputs"][:1] if value(n).shape == ()}
     return {**found, **dict.fromkeys(result["buffers"].values(), "buffer")}
-
-
-def side_ops(body: Body) -> list[fx.Node]:
-    """The ops that belong to no unit."""
-    return [n for n in body.prepared.body.graph.nodes if is_op(n) and n not in body.core]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from types import ModuleType
 from typing import Any
 
 import pytest
+import rule_judge
 import torch
 from torch import Tensor, fx
 
@@ -65,19 +65,19 @@ ATTENTION = [
 
 
 @pytest.mark.parametrize("call", [*CALLS, *ATTENTION], ids=lambda call: str(call[0]))
-def test_uneven_is_whole(judge: ModuleType, call: tuple[Any, ...]) -> None:
-    node, operands = judge.build(call[0], call[1:], {})
-    verdict = judge.judge(node, operands, MESHES)
+def test_uneven_is_whole(call: tuple[Any, ...]) -> None:
+    node, operands = rule_judge.build(call[0], call[1:], {})
+    verdict = rule_judge.judge(node, operands, MESHES)
     assert not verdict.wrong and len(verdict.tried) > 1, verdict.wrong
     assert any(_uneven(node, mesh) for mesh in MESHES[:3])
 
 
 @pytest.mark.parametrize("heads", [(9, 3), (6, 3), (10, 5), (5, 1)])
-def test_grouped_heads(judge: ModuleType, heads: tuple[int, int]) -> None:
+def test_grouped_heads(heads: tuple[int, int]) -> None:
     """Key heads that go round are cut with the queries that read them, else they stay whole."""
     q, k, v = x(2, heads[0], 5, 4), x(2, heads[1], 5, 4), x(2, heads[1], 5, 4)
-    node, operands = judge.build(aten.scaled_dot_product_attention.default, (q, k, v), {"enable_gqa": True})
-    verdict = judge.judge(node, operands, MESHES)
+    node, operands = rule_judge.build(aten.scaled_dot_product_attention.default, (q, k, v), {"enable_gqa": True})
+    verdict = rule_judge.judge(node, operands, MESHES)
     assert not verdict.wrong, verdict.wrong
     assert _uneven(node, TP)
 
@@ -95,27 +95,27 @@ def _uneven(node: fx.Node, mesh: Mesh) -> list[Choice]:
     return found
 
 
-def test_every_rank_gets_an_item_or_the_cut_is_illegal(judge: ModuleType) -> None:
-    node, _ = judge.build(aten.relu.default, (x(5, 4),), {})
+def test_every_rank_gets_an_item_or_the_cut_is_illegal() -> None:
+    node, _ = rule_judge.build(aten.relu.default, (x(5, 4),), {})
     legal = [n for n in range(2, 8) if Choice("factor", "d0") in choices(node, Mesh((Axis("a", n),)), 0)]
     assert legal == [2, 3, 5]
 
 
-def test_two_axes_do_not_cut_one_dim_unevenly(judge: ModuleType) -> None:
-    node, _ = judge.build(aten.relu.default, (x(10),), {})
+def test_two_axes_do_not_cut_one_dim_unevenly() -> None:
+    node, _ = rule_judge.build(aten.relu.default, (x(10),), {})
     both, mesh = [Choice("factor", "d0")] * 2, MESHES[3]
     assert strategy(node, mesh, both, (0, 1)) is None
     assert strategy(node, mesh, [both[0], Choice("R")], (0, 1)) is not None
 
 
-def test_parts_without_a_common_share_stay_whole(judge: ModuleType) -> None:
+def test_parts_without_a_common_share_stay_whole() -> None:
     """Seven and five elements over two ranks would be 4 + 3 and 3 + 3: in no proportion."""
-    node, _ = judge.build(aten.split_with_sizes.default, (x(12), [7, 5]), {})
+    node, _ = rule_judge.build(aten.split_with_sizes.default, (x(12), [7, 5]), {})
     assert not [c for c in choices(node, TP, 0) if c.kind == "factor"]
 
 
-def test_a_rank_with_more_items_has_more_of_the_work(judge: ModuleType) -> None:
-    node, _ = judge.build(aten.linear.default, (x(2, 4), x(40, 4)), {})
+def test_a_rank_with_more_items_has_more_of_the_work() -> None:
+    node, _ = rule_judge.build(aten.linear.default, (x(2, 4), x(40, 4)), {})
     assert share(node, Choice("factor", "o"), TP.axes[0]) == 1 / 2
     assert share(node, Choice("factor", "o", items=5), TP.axes[0]) == 3 / 5
     made = strategy(node, TP, [Choice("factor", "o", items=5)], (0,))

@@ -1,0 +1,191 @@
+"""
+What a model does, piece by piece: the matmuls, the tensors read, written and kept, and the moves between devices.
+
+Nothing here knows a device. Sizes are ints for one run, or sympy expressions in the sizes of a family of runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import sympy
+
+type Size = int | sympy.Expr
+
+KINDS = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "loss", "lookup", "copy", "view", "random")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """
+    What one device holds of a tensor.
+
+    Args:
+        key: The storage: views of one storage share it.
+        shape: The local shape.
+        itemsize: Bytes of one element.
+        floating: Whether a gradient can flow through it.
+        weight: A parameter, or made of parameters alone: never counted as an activation.
+
+    Examples:
+        >>> Piece(0, (2, 3), 4).nbytes
+        24
+        >>> Piece(0, (2, sympy.Symbol("s")), 2).nbytes
+        4*s
+    """
+
+    key: int
+    shape: tuple[Size, ...]
+    itemsize: int
+    floating: bool = True
+    weight: bool = False
+
+    @property
+    def elements(self) -> Size:
+        """How many numbers it holds."""
+        return product(self.shape)
+
+    @property
+    def nbytes(self) -> Size:
+        """How many bytes it holds."""
+        return self.elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class Product:
+    """
+    One matmul, ``[batch, m, k] x [batch, k, n]``.
+
+    Examples:
+        >>> Product(1, 2, 3, 4, "bf16").flops
+        48
+    """
+
+    batch: Size
+    m: Size
+    n: Size
+    k: Size
+    dtype: str
+
+    @property
+    def flops(self) -> Size:
+        """Two for each multiply-add."""
+        return product((2, self.batch, self.m, self.n, self.k))
+
+
+@dataclass(frozen=True)
+class Attend:
+    """
+    One scaled dot product attention: `queries` by `keys` scores for each of `heads` heads of each of `batch` rows.
+
+    Examples:
+        >>> Attend(1, 2, 2, 8, 8, 4, "bf16", causal=True).flops
+        1024
+    """
+
+    batch: Size
+    heads: Size
+    kv_heads: Size
+    queries: Size
+    keys: Size
+    head: Size
+    dtype: str
+    causal: bool
+
+    @property
+    def flops(self) -> Size:
+        """Forward: two matmuls, half of both when causal."""
+        return product((2 if self.causal else 4, self.batch, self.heads, self.queries, self.keys, self.head))
+
+
+@dataclass(frozen=True)
+class Op:
+    """
+    One operator on one device.
+
+    Args:
+        name: Such as ``"aten.linear"``.
+        module: The path of the module it came from, such as ``"model.layers.0.mlp"``.
+        kind: One of :data:`KINDS`.
+        forward: Its matmuls.
+        backward_input: Those of the gradients of its activations.
+        backward_weight: Those of the gradients of its weights.
+        attend: The attention, if it is one (its matmuls are then in none of the three).
+        reads: What the forward reads (nothing for a view).
+        writes: What the forward writes (nothing for a view).
+        kept: What the backward keeps of it.
+        grad: Whether it has a backward.
+    """
+
+    name: str
+    module: str
+    kind: str
+    forward: tuple[Product, ...] = ()
+    backward_input: tuple[Product, ...] = ()
+    backward_weight: tuple[Product, ...] = ()
+    attend: Attend | None = None
+    reads: tuple[Piece, ...] = ()
+    writes: tuple[Piece, ...] = ()
+    kept: tuple[Piece, ...] = ()
+    grad: bool = True
+
+
+@dataclass(frozen=True)
+class Move:
+    """
+    One change of layout, forward and backward.
+
+    Args:
+        module: The path of the module that it is for.
+        axis: The mesh axis it runs on.
+        kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``""`` where nothing moves.
+        piece: The tensor, counted as nccl-tests does: whole for all three, one device's for ``all_to_all``.
+        backward: The kind that its gradient takes.
+        backward_piece: The gradient, counted alike; None where nothing moves.
+        weight: Whether a parameter moves.
+    """
+
+    module: str
+    axis: str
+    kind: str
+    piece: Piece
+    backward: str
+    backward_piece: Piece | None
+    weight: bool
+
+
+@dataclass(frozen=True)
+class Unit:
+    """
+    One unit of the model: what is before its layers, one of them, or what comes after.
+
+    Args:
+        name: Such as ``"layers.0"``.
+        entries: Its operators and moves, in order.
+        parameters: Its parameters by path, as a device uses them.
+        made: The storages first written in this unit.
+    """
+
+    name: str
+    entries: tuple[Op | Move, ...]
+    parameters: tuple[tuple[str, Piece], ...]
+    made: frozenset[int]
+
+    @property
+    def ops(self) -> Iterator[Op]:
+        """Its operators."""
+        return (entry for entry in self.entries if isinstance(entry, Op))
+
+    @property
+    def moves(self) -> Iterator[Move]:
+        """Its moves."""
+        return (entry for entry in self.entries if isinstance(entry, Move))
+
+
+def product(sizes: tuple[Size, ...]) -> Size:
+    """The product of all sizes; 1 of none."""
+    total: Size = 1
+    for size in sizes:
+        total = total * size
+    return total

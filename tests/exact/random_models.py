@@ -15,7 +15,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -107,8 +106,11 @@ def main() -> int:
     begin, _, end = options.seeds.rpartition(":")
     seeds, started = range(int(begin or 0), int(end)), time.perf_counter()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
-    with ProcessPoolExecutor(options.workers, get_context("forkserver"), max_tasks_per_child=5) as workers:
-        found = [one for done in workers.map(stacked, chunks) for one in done]
+    found: list[tuple[str, str, list[str]]] = []
+    with get_context("forkserver").Pool(options.workers, maxtasksperchild=5) as workers:
+        for i, done in enumerate(workers.imap(stacked, chunks)):
+            found += done
+            print(f"{(i + 1) * CHUNK} models, {time.perf_counter() - started:.0f} s", file=sys.stderr)
     ops = Counter(op for _, _, names in found for op in names)
     print(f"{len(seeds)} models of {len(ops)} ops: " + ", ".join(f"{op} {n}" for op, n in ops.most_common()))
     wrong = report([(plan, what) for plan, what, _ in found], "stacked", started)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import sympy
 
-type Size = int | sympy.Expr
+Size: TypeAlias = int | sympy.Expr
 
 KINDS = ("matmul", "attention", "conv", "pointwise", "reduction", "norm", "loss", "lookup", "copy", "view", "random")
 

@@ -239,17 +239,22 @@ class Elimination:
 
 
 def _fold(scope: Scope, sizes: Sequence[int]) -> tuple[Scope, tuple[Index, ...] | None]:
-    """The scope with every variable once, and how to read such a table out of the given one (None: as it is)."""
-    variables = tuple(dict.fromkeys(scope.variables))
-    if len(variables) == len(scope.variables):
+    """The scope with every variable once, without those of which it reads one row, and how to read such a table out of
+    the given one (None: as it is). So every dim of every table has two rows or more: `TABLE_LIMIT` limits dims, too."""
+    variables = tuple(v for v in dict.fromkeys(scope.variables) if any(_differ(scope.maps[d]) for d in scope.dims(v)))
+    if variables == scope.variables:
         return scope, None
-    index: list[Index] = [np.zeros(0, np.int64)] * len(scope.variables)
-    for axis, v in enumerate(variables):
-        shape = [1] * len(variables)
-        shape[axis] = sizes[v]
-        for d in scope.dims(v):
-            index[d] = scope.maps[d].reshape(shape)
-    return Scope(variables, tuple(np.arange(sizes[v]) for v in variables)), tuple(index)
+    index, maps = [], {}
+    for v, reads in zip(scope.variables, scope.maps, strict=True):
+        twice = len(scope.dims(v)) > 1
+        maps[v] = np.arange(sizes[v]) if twice else reads
+        rows = reads[:1] if v not in variables else reads if twice else np.arange(reads.max() + 1)
+        index.append(rows.reshape([-1 if v == w else 1 for w in variables]))
+    return Scope(variables, tuple(maps[v] for v in variables)), tuple(index)
+
+
+def _differ(reads: Index) -> bool:
+    return bool((reads != reads[:1]).any())
 
 
 def _rows(maps: Sequence[Index]) -> tuple[Index, Index]:

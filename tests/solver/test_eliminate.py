@@ -8,12 +8,12 @@ import pytest
 from autopar.solver.eliminate import Elimination, Scope
 
 
-def draw(seed: int) -> tuple[list[int], list[Scope], list[np.ndarray]]:
+def draw(seed: int, more: int = 0) -> tuple[list[int], list[Scope], list[np.ndarray]]:
     """Variables of 2 to 4 states; tables over 1 to 3 of them (one may occur twice), some entries infinite."""
     rng = np.random.default_rng(seed)
     sizes = [int(n) for n in rng.integers(2, 5, rng.integers(2, 7))]
     scopes, tables = [], []
-    for _ in range(rng.integers(1, 10)):
+    for _ in range(rng.integers(1, 10) + more):
         over = tuple(int(v) for v in rng.integers(0, len(sizes), rng.integers(1, 4)))
         shape = tuple(int(rng.integers(1, sizes[v] + 1)) for v in over)
         scopes.append(Scope(over, tuple(rng.integers(0, n, sizes[v]) for v, n in zip(over, shape))))
@@ -70,7 +70,7 @@ def test_kept_variables_keep_their_table(seed: int) -> None:
 def test_split_tables_bound_the_least_sum_from_below() -> None:
     split = below = 0
     for seed in range(150):
-        sizes, scopes, tables = draw(seed)
+        sizes, scopes, tables = draw(seed, more=6)
         elimination = Elimination(sizes, scopes, (), limit=3)
         out = elimination.run(tables)
         least = every_sum(sizes, scopes, tables).min()
@@ -106,3 +106,24 @@ def test_the_same_structure_takes_other_numbers() -> None:
     for factor in (1.0, 2.0, 0.5):
         scaled = [t * factor for t in tables]
         assert elimination.value(elimination.run(scaled)) == every_sum(sizes, scopes, scaled).min()
+
+
+def test_a_variable_with_one_row_makes_no_dim() -> None:
+    """A hub with 100 neighbours, of which every table reads one row: NumPy has no table of 100 dims."""
+    rng = np.random.default_rng(0)
+    hub, one = np.arange(3), np.zeros(2, np.int64)
+    scopes = [Scope((0,), (hub,)), *(Scope((i, 0), (one, hub)) for i in range(1, 101))]
+    tables = [rng.random(3), *rng.random((100, 1, 3))]
+    elimination = Elimination((3, *[2] * 100), scopes, range(1, 101))
+    out = elimination.run(tables)
+    assert elimination.exact and elimination.value(out) == pytest.approx(
+        np.sum([t.reshape(-1, 3).sum(0) for t in tables], 0).min()
+    )
+
+
+def test_no_table_has_more_dims_than_its_entries_allow() -> None:
+    """Every dim has two rows or more, so that a limit of entries is one of dims."""
+    for seed in range(100):
+        sizes, scopes, tables = draw(seed, more=6)
+        out = Elimination(sizes, scopes, (), limit=8).run(tables)
+        assert all(2**t.ndim <= t.size for t in out[len(tables) :])

@@ -121,10 +121,27 @@ LEAST = {  # the least that a number may be, and that in words
     "run.dropout": (0, "0 to 1"),
 }
 WITHOUT_STEPS = ("per-layer-time",)  # kinds of rows that say nothing of a whole step
-UNREAD = """
-    provenance verified verified_by verified_how params_b tokens_per_s_per_gpu samples_per_s tflops_per_gpu tflops_kind
-    mfu_pct mfu_peak_tflops hfu_pct mem_kind mem_detail derived complete notes check
-""".split()  # fields of the form that neither pricing nor scoring reads
+# Fields of the form that neither pricing nor scoring reads.
+UNREAD = {
+    "provenance",
+    "verified",
+    "verified_by",
+    "verified_how",
+    "params_b",
+    "tokens_per_s_per_gpu",
+    "samples_per_s",
+    "tflops_per_gpu",
+    "tflops_kind",
+    "mfu_pct",
+    "mfu_peak_tflops",
+    "hfu_pct",
+    "mem_kind",
+    "mem_detail",
+    "derived",
+    "complete",
+    "notes",
+    "check",
+}
 
 
 def read_rows(path: str | Path) -> tuple[list[Row], list[str]]:
@@ -154,7 +171,7 @@ def row_of(data: object, where: str, path: str) -> Row:
         raise AutoparError(str(error).replace(": at $.", f": at {path}.", 1)) from None
     for name, value in _numbers(row, data):
         least, legal = LEAST.get(name, (1, "1 and more"))
-        if value < least or name == "zero_stage" and value > 3:
+        if value < least or (name == "zero_stage" and value > 3):
             raise fail(where, f"{path}.{name}", f"{value} is not legal. Legal: {legal}, or null: not stated.")
     return _completed(row if data.get("use") is not None else replace(row, use=_sound(row)))
 
@@ -222,7 +239,7 @@ def _completed(row: Row) -> Row:
 
 
 def _unread(data: Mapping[str, Any]) -> Iterable[str]:
-    yield from data.keys() - {f.name for f in dataclasses.fields(Row)} - set(UNREAD)
+    yield from data.keys() - {f.name for f in dataclasses.fields(Row)} - UNREAD
     for name, kind in (("run", Run), ("use", Use)):
         if isinstance(data.get(name), dict):
             yield from (f"{name}.{key}" for key in data[name].keys() - {f.name for f in dataclasses.fields(kind)})

@@ -74,23 +74,34 @@ def chosen(cases: Sequence[str], legal: Iterable[str], who: str) -> list[str]:
 
 def table(rows: Sequence[Row]) -> str:
     """Rows of one benchmark as text, a column a figure."""
-    from rich.console import Console
-    from rich.table import Table
-
     if not rows:
         return "no rows"
     columns = list(dict.fromkeys(key for row in rows for key in row.figures))
-    grid = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("name", *columns):
-        grid.add_column(column)
-    for row in rows:
-        grid.add_row(row.name, *(_cell(row.figures.get(column)) for column in columns))
-    console = Console(file=io.StringIO(), width=WIDTH)
-    with console.capture() as capture:
-        console.print(grid)
-    lines = [line.rstrip() for line in capture.get().splitlines()]
+    lines = grid(("name", *columns), [[row.name, *map(row.figures.get, columns)] for row in rows])
     last = rows[-1]
-    return "\n".join([*lines, f"{last.bench} at {last.commit}, {last.date}, {last.machine}"])
+    return "\n".join([lines, f"{last.bench} at {last.commit}, {last.date}, {last.machine}"])
+
+
+def grid(columns: Sequence[str], lines: Iterable[Sequence[Figure]]) -> str:
+    """Figures in columns, as text.
+
+    >>> print(grid(("name", "s"), [("a", 1.5), ("bc", None)]))
+    name   s
+    a      1.5
+    bc     -
+    """
+    from rich.console import Console
+    from rich.table import Table
+
+    text = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        text.add_column(column)
+    for line in lines:
+        text.add_row(*map(_cell, line))
+    console = Console(file=io.StringIO(), width=WIDTH, markup=False, highlight=False)
+    with console.capture() as capture:
+        console.print(text)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def _cell(figure: Figure) -> str:

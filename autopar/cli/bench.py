@@ -1,27 +1,52 @@
-"""``autopar bench``: run a benchmark and print its rows."""
+"""``autopar bench``: run a benchmark and print its rows, or price published ones."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.flags import DONE
+from autopar.cli.flags import CRASHED, DONE
+from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
     from argparse import ArgumentParser, _SubParsersAction
 
+MEASURED = {
+    "planner": "seconds, memory and gap of planning",
+    "local": "training on this machine's ranks against one process and DDP",
+}
+PUBLISHED = """\
+Predict step seconds and peak GiB of published training runs, from hardware figures alone, and print them beside what
+was measured: a line a row, then the errors by source, whether out-of-memory runs are told apart, rank correlation and
+regret within sweeps, and the targets. ROWS.json is a JSON list of objects; a value that is not known is null."""
+
 
 def add(commands: _SubParsersAction[ArgumentParser]) -> None:
-    """The command and its flags."""
-    bench = commands.add_parser("bench", help="measure planning, or training on this machine", allow_abbrev=False)
-    bench.add_argument(
-        "bench", metavar="NAME", help="planner: seconds, memory and gap; local: against one process and DDP"
+    """The command, a word for each benchmark, and their flags."""
+    bench = commands.add_parser("bench", help="measure planning or training here, or price published runs")
+    benches = bench.add_subparsers(dest="bench", required=True, metavar="NAME")
+    for name, what in MEASURED.items():
+        measured = benches.add_parser(name, help=what, description=f"Measure {what}.", allow_abbrev=False)
+        _common(measured, "only this case (default: all)")
+        measured.set_defaults(run=_bench)
+    published = benches.add_parser(
+        "published", help="predicted against published step seconds and GiB", description=PUBLISHED, allow_abbrev=False
     )
-    bench.add_argument("--case", action="append", default=[], metavar="CASE", help="only this case (default: all)")
-    bench.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
-    bench.set_defaults(run=_bench)
+    published.add_argument("rows", metavar="ROWS.json", help="published runs, e.g. published_rows.json")
+    _common(published, "only the row of this id, or the rows of this source (default: all)")
+    published.add_argument("--out", metavar="FILE", help="write the report here as JSON")
+    published.add_argument(
+        "--trace", metavar="FILE", help="write the simulated step of one row here (Chrome, Perfetto)"
+    )
+    published.set_defaults(run=_published)
+
+
+def _common(parser: ArgumentParser, case: str) -> None:
+    parser.add_argument("--case", action="append", default=[], metavar="CASE", help=case)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
 
 
 def _bench(options: argparse.Namespace) -> tuple[str, int]:
@@ -29,3 +54,33 @@ def _bench(options: argparse.Namespace) -> tuple[str, int]:
 
     rows = list(run(options.bench, options.case))
     return json.dumps({"rows": [asdict(row) for row in rows]}) if options.json else table(rows), DONE
+
+
+def _published(options: argparse.Namespace) -> tuple[str, int]:
+    from autopar.bench.published import published, trace
+    from autopar.bench.published_text import text
+
+    for flag in ("out", "trace"):
+        _check_folder(flag, getattr(options, flag))
+    if options.trace and len(options.case) != 1:
+        raise AutoparError(f"--trace {options.trace}: a trace is of one row. Name it by --case ID.")
+    report = published(options.rows, options.case)
+    found = json.dumps(report.to_json(), allow_nan=False)
+    if options.trace:
+        trace(report, options.trace)
+    if options.out:
+        _write(options.out, found)
+    return found if options.json else text(report), CRASHED if report.crashed else DONE
+
+
+def _check_folder(flag: str, path: str | None) -> None:
+    """What cannot be written is refused before any row is priced."""
+    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+        raise AutoparError(f"--{flag} {path}: not a file in a folder that exists. Name one.")
+
+
+def _write(path: str, found: str) -> None:
+    try:
+        Path(path).write_text(found + "\n", encoding="utf-8")
+    except OSError as error:
+        raise AutoparError(f"--out {path}: cannot be written ({error.strerror or error}). Name another file.") from None

@@ -1,0 +1,132 @@
+"""Prices of published training runs beside what was measured: ``autopar bench published ROWS.json``."""
+
+from __future__ import annotations
+
+import math
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autopar.bench.published_report import Result, Sweep, fits, memory_errors, sweeps, time_errors
+from autopar.bench.published_rows import Row, lacks, read_rows
+from autopar.bench.published_targets import TARGETS, Reached, check
+from autopar.bench.rows import chosen
+from autopar.errors import AutoparError
+
+if TYPE_CHECKING:
+    from autopar.pricing import PricedRow
+
+Price = Callable[[Row], "PricedRow"]
+CRASHED = "a bug of autopar"
+
+
+@dataclass(frozen=True)
+class Report:
+    """Priced rows and what they show. ``unread``: keys of the file that nothing reads."""
+
+    results: tuple[Result, ...]
+    unread: tuple[str, ...] = ()
+
+    @property
+    def crashed(self) -> int:
+        """Rows on which the pricing itself failed."""
+        return sum((r.reason or "").startswith(CRASHED) for r in self.results)
+
+    def sweeps(self) -> list[Sweep]:
+        """Many layouts of one model on one number of GPUs."""
+        return sweeps(self.results)
+
+    def targets(self) -> list[Reached]:
+        """What is to be reached, beside what is."""
+        return [check(target, self.results) for target in TARGETS]
+
+    def to_json(self) -> dict[str, Any]:
+        """``rows``, ``by_source``, ``totals``, ``sweeps``, ``targets``, ``unread``. Errors are fractions,
+        predicted over measured less one."""
+        return {
+            "rows": [_row_json(result) for result in self.results],
+            "by_source": {source: _figures(results) for source, results in self.by_source()},
+            "totals": _figures(self.results),
+            "sweeps": [{k: v for k, v in vars(sweep).items() if k != "results"} for sweep in self.sweeps()],
+            "targets": [asdict(reached) for reached in self.targets()],
+            "unread": list(self.unread),
+        }
+
+    def by_source(self) -> Iterator[tuple[str, list[Result]]]:
+        """Results of each source, in the order of the file."""
+        for source in dict.fromkeys(result.row.source for result in self.results):
+            yield source, [result for result in self.results if result.row.source == source]
+
+
+def published(path: str | Path, cases: Sequence[str] = (), price: Price | None = None) -> Report:
+    """Price the rows of a file, or only those whose id or source is among ``cases``. Raises AutoparError where the file
+    or a row is malformed; a row that cannot be priced is reported with its reason."""
+    rows, unread = read_rows(path)
+    wanted = set(chosen(cases, dict.fromkeys(word for row in rows for word in (row.source, row.id)), "published"))
+    kept = [row for row in rows if not cases or wanted & {row.id, row.source}]
+    if price is None:
+        from autopar.pricing import price_row
+
+        price = price_row
+    return Report(tuple([priced(row, price) for row in kept]), tuple(unread))
+
+
+def priced(row: Row, price: Price) -> Result:
+    """One row with its price, or with why it has none. A crash of the pricing is told, and costs one row."""
+    reason = lacks(row)
+    if reason is not None:
+        return Result(row, reason=reason)
+    try:
+        found = price(row)
+    except AutoparError as error:
+        return Result(row, reason=str(error))
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        what = f"{CRASHED}: {type(error).__name__}: {error} ({Path(last.filename).name}:{last.lineno})"
+        return Result(row, reason=" ".join(what.split()))
+    if not (math.isfinite(found.step_s) and math.isfinite(found.peak_gib) and found.step_s > 0):
+        return Result(row, reason=f"{CRASHED}: {found.step_s} seconds, {found.peak_gib} GiB.")
+    return Result(row, found)
+
+
+def trace(report: Report, path: str | Path) -> None:
+    """Write the simulated step of the one row as a Chrome or Perfetto trace."""
+    if len(report.results) != 1:
+        raise AutoparError(f"--trace: a trace is of one row, and {len(report.results)} are priced. Add --case ID.")
+    (result,) = report.results
+    if result.priced is None:
+        raise AutoparError(f"--trace: row {result.row.id} is not priced: {result.reason}")
+    assert result.priced.timeline is not None
+    result.priced.timeline.trace(str(path))
+
+
+def _row_json(result: Result) -> dict[str, Any]:
+    row, found = result.row, result.priced
+    return {
+        "id": row.id,
+        "source": row.source,
+        "precision": row.precision,
+        "status": row.status,
+        "predicted_step_time_s": result.step_s,
+        "measured_step_time_s": row.step_time_s,
+        "error": result.time_error,
+        "predicted_peak_mem_gib": result.peak_gib,
+        "measured_peak_mem_gib": row.peak_mem_gib,
+        "memory_error": result.memory_error,
+        "fits": None if found is None else found.fits,
+        "reason": result.reason,
+        "parts": dict(found.parts) if found else {},
+    }
+
+
+def _figures(results: Sequence[Result]) -> Mapping[str, Any]:
+    time, memory, fit = time_errors(results), memory_errors(results), fits(results)
+    return {
+        "rows": len(results),
+        "priced": sum(result.priced is not None for result in results),
+        "time": time and asdict(time),
+        "memory": memory and asdict(memory),
+        "fits": {**asdict(fit), "right": fit.right} if fit.counts["all"] else None,
+    }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -19,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
 from autopar.passes.divide_work import Keep, Option, Undivided, flops
-from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, value
+from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Lowerable
@@ -86,7 +87,7 @@ def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     """The plan for these pins. Raises AutoparError where a pin cannot be kept."""
     mesh = _with_wires(mesh_of(pins), cluster)
     shares = ("tp",) if pins.pins.sp is True else ()
-    gm, left, obliged = _completed(prepared, mesh, pins.zero, ("tp",), (SEQUENCE,), shares)
+    gm, left, obliged = completed(prepared, mesh, pins.zero, ("tp",), (SEQUENCE,), shares)
     _keep_obligations(gm, mesh, obliged, left)
     plan = plan_of(gm, prepared.captured, mesh, cluster)
     return replace(plan, predicted=_whole(plan, left), pins=pins.pins.given())
@@ -107,7 +108,7 @@ def choose_along(prepared: Prepared, training: Plan, cluster: Cluster) -> Plan:
     mesh = Mesh(tuple(a for a in plan_mesh(training).axes if not a.is_time))
     sequence = {a.name for a in training.axes if a.display[:1] == (SEQUENCE,)} - {a.name for a in data}
     divided = {a.name for a in mesh.axes} - {a.name for a in data} - sequence
-    gm, left, _ = _completed(prepared, mesh, training.zero, divided, sequence)
+    gm, left, _ = completed(prepared, mesh, training.zero, divided, sequence)
     plan = resting(plan_of(gm, prepared.captured, mesh, cluster), rests_of(training))
     return replace(plan, predicted=_whole(plan, left), pins=training.pins)
 
@@ -121,16 +122,17 @@ class _Obliged:
     limits: Mapping[fx.Node, Limit]
 
 
-def _completed(
+def completed(
     prepared: Prepared,
     mesh: Mesh,
     zero: int,
     divided: Collection[str],
     cut: Collection[str],
     shares: Collection[str] = (),
+    dims: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[fx.GraphModule, list[tuple[str, Undivided]], _Obliged]:
     """``divided``: axes that divide work; ``cut``: those along the sequence; ``shares``: of the first those that cut
-    what lies around a residual stream along it."""
+    what lies around a residual stream along it; ``dims``: the dim that the divided axes cut of parameters, by name."""
     captured, gm = prepared.captured, copy_graph(prepared.body)
     parameters, batched = frozenset(captured.parameters), frozenset(i.name for i in captured.inputs if i.batch)
     weights, named = weights_of(gm, parameters), {a.name for a in mesh.axes}
@@ -141,6 +143,8 @@ def _completed(
     for name in named & {*shares}:
         limits, _ = limits_of(core_ops(gm, parameters), cut_units(gm, parameters), parameters, weights, rows)
         keep[name] = _shared_only(limits)
+    if dims:
+        keep |= {name: _dims_only(dims, keep.get(name)) for name in divided}
     gm, left = complete_layouts(
         gm,
         mesh,
@@ -170,6 +174,20 @@ def _shared_only(limits: Mapping[fx.Node, Limit]) -> Keep:
     def keep(op: fx.Node, offered: list[Option], axis: int) -> list[Option]:
         limit = limits.get(op)
         return [o for o in offered if limit is not None and limit.cuts_sequence(o[1], axis)] or offered
+
+    return keep
+
+
+def _dims_only(dims: Mapping[str, int], otherwise: Keep | None) -> Keep:
+    """Of what an op that reads one of these parameters may do on a divided axis, what cuts it so."""
+
+    def keep(op: fx.Node, offered: list[Option], axis: int) -> list[Option]:
+        named = [(slot, dims[str(o.target)]) for slot, o in enumerate(operand_nodes(op)) if str(o.target) in dims]
+        if not named:
+            return otherwise(op, offered, axis) if otherwise is not None else offered
+        kept = [o for o in offered if all(o[1].operands[slot].dim_of(axis) == dim for slot, dim in named)]
+        assert kept, f"{op}: cannot cut {named}"
+        return kept
 
     return keep
 
@@ -237,6 +255,12 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
     prologue = None
     if prepared.prologue is not None:
         prologue = complete_prologue(copy_graph(prepared.prologue), mesh, gm)
+    return lowerable(gm, mesh, prepared, prologue)
+
+
+def lowerable(gm: fx.GraphModule, mesh: Mesh, prepared: Prepared, prologue: fx.GraphModule | None = None) -> Lowerable:
+    """A completed graph with what else of the captured model its ranks need."""
+    captured = prepared.captured
     used = {str(n.target) for g in (gm, prologue) if g is not None for n in g.graph.nodes if n.op == "get_attr"}
     return Lowerable(
         body=gm,

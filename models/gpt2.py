@@ -1,7 +1,8 @@
 """The GPT-2 family (Radford et al. 2019), with the parameter names and sizes of the published checkpoints.
 
 As published: pre-norm blocks, one fused query-key-value projection, learned positions, tanh GELU, a head tied to the
-token embedding. Left out: dropout. Linears store ``[out, in]`` where the checkpoints' ``Conv1D`` stores ``[in, out]``.
+token embedding. Dropout is off unless asked for, and never on attention's probabilities. Linears store ``[out, in]``
+where the checkpoints' ``Conv1D`` stores ``[in, out]``.
 
 >>> model, (ids, labels), _ = make(layers=1)
 >>> model(ids, labels).shape
@@ -11,6 +12,7 @@ torch.Size([])
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +30,11 @@ class GPT2Config:
     width: int = 768
     layers: int = 12
     heads: int = 12
+    head: int = 0  # width of a head; 0: the width shared out among the heads
+    hidden: int = 0  # width inside the MLP; 0: four times the width
+    activation: str = "gelu"  # a key of `ACTIVATIONS`
+    dropout: float = 0.0  # of the embeddings and of what attention and MLP add
+    tied: bool = True  # whether the head is the token embedding
 
 
 SIZES = {
@@ -39,33 +46,43 @@ SIZES = {
 }
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": lambda x: F.gelu(x, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
 class Attention(nn.Module):
     """Causal self-attention; ``[batch, sequence, width]`` to the same."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.c_attn = nn.Linear(config.width, 3 * config.width)
-        self.c_proj = nn.Linear(config.width, config.width)
+        self.heads, self.head = config.heads, config.head or config.width // config.heads
+        self.c_attn = nn.Linear(config.width, 3 * self.heads * self.head)
+        self.c_proj = nn.Linear(self.heads * self.head, config.width)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, width = x.shape
-        q, k, v = self.c_attn(x).split(width, dim=2)
-        q, k, v = (t.view(batch, sequence, self.heads, width // self.heads).transpose(1, 2) for t in (q, k, v))
+        batch, sequence, _ = x.shape
+        q, k, v = self.c_attn(x).split(self.heads * self.head, dim=2)
+        q, k, v = (t.view(batch, sequence, self.heads, self.head).transpose(1, 2) for t in (q, k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.c_proj(y.transpose(1, 2).reshape(batch, sequence, width))
+        return self.dropout(self.c_proj(y.transpose(1, 2).reshape(batch, sequence, -1)))
 
 
 class MLP(nn.Module):
-    """Two linears around a tanh GELU; ``[batch, sequence, width]`` to the same."""
+    """Two linears around the activation; ``[batch, sequence, width]`` to the same."""
 
     def __init__(self, config: GPT2Config) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.width, 4 * config.width)
-        self.c_proj = nn.Linear(4 * config.width, config.width)
+        hidden = config.hidden or 4 * config.width
+        self.c_fc = nn.Linear(config.width, hidden)
+        self.c_proj = nn.Linear(hidden, config.width)
+        self.activation = config.activation
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.gelu(self.c_fc(x), approximate="tanh"))
+        return self.dropout(self.c_proj(ACTIVATIONS[self.activation](self.c_fc(x))))
 
 
 class Block(nn.Module):
@@ -90,11 +107,12 @@ class Transformer(nn.Module):
         super().__init__()
         self.wte = nn.Embedding(config.vocabulary, config.width)
         self.wpe = nn.Embedding(config.positions, config.width)
+        self.drop = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.width)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device))
+        x = self.drop(self.wte(ids) + self.wpe(torch.arange(ids.shape[1], device=ids.device)))
         for block in self.h:
             x = block(x)
         return self.ln_f(x)
@@ -111,7 +129,8 @@ class GPT2(nn.Module):
         super().__init__()
         self.transformer = Transformer(config)
         self.lm_head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.lm_head.weight = self.transformer.wte.weight
+        if config.tied:
+            self.lm_head.weight = self.transformer.wte.weight
         self.apply(_initialise)
         for name, parameter in self.named_parameters():
             if name.endswith("c_proj.weight"):

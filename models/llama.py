@@ -32,6 +32,12 @@ class LlamaConfig:
     theta: float = 500000.0  # base of the rotary frequencies
     epsilon: float = 1e-5
     tied: bool = False  # whether the head is the token embedding
+    head: int = 0  # width of a head; 0: the width shared out among the heads
+
+    @property
+    def head_width(self) -> int:
+        """The width of a head."""
+        return self.head or self.width // self.heads
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -81,7 +87,7 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.head = config.width // config.heads
+        self.head = config.head_width
         self.grouped = config.kv_heads != config.heads
         self.q_proj = nn.Linear(config.width, config.heads * self.head, bias=False)
         self.k_proj = nn.Linear(config.width, config.kv_heads * self.head, bias=False)
@@ -138,8 +144,7 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.width, config.epsilon)
 
     def forward(self, ids: Tensor) -> Tensor:
-        head = self.config.width // self.config.heads
-        cos, sin = rotary(ids.shape[1], head, self.config.theta, ids.device)
+        cos, sin = rotary(ids.shape[1], self.config.head_width, self.config.theta, ids.device)
         x = self.embed_tokens(ids)
         for layer in self.layers:
             x = layer(x, cos, sin)

@@ -67,11 +67,11 @@ def local_bytes(v: Value, layout: Layout, mesh: Mesh) -> int:
     >>> local_bytes(v, Layout.parse("S0 R", 2), mesh), local_bytes(v, Layout.parse("S1 S0", 2), mesh)
     (48, 24)
     """
-    return v.dtype.itemsize * math.prod(layout.local_shape(v.shape, mesh, _largest(mesh)))
+    return v.dtype.itemsize * math.prod(layout.local_shape(v.shape, mesh, largest(mesh)))
 
 
 @lru_cache(maxsize=1 << 10)
-def _largest(mesh: Mesh) -> tuple[int, ...]:
+def largest(mesh: Mesh) -> tuple[int, ...]:
     """Coordinates of the largest piece: the first ranks have most, and the microbatch with the most rows."""
     return tuple(a.rows.index(max(a.rows)) if a.is_time else 0 for a in mesh.axes)
 
@@ -290,7 +290,7 @@ def _alone(node: fx.Node, mesh: Mesh, chosen: list[tuple[int, Choice]]) -> Saves
 
 def _pieces(node: fx.Node, s: Strategy, mesh: Mesh) -> Saves:
     """What the op keeps of the largest pieces of a strategy."""
-    at = _largest(mesh)
+    at = largest(mesh)
     shapes = tuple(
         x.local_shape(value(o).shape, mesh, at) for o, x in zip(operand_nodes(node), s.operands, strict=True)
     )

@@ -8,7 +8,7 @@ cached by op, shapes, strides, dtypes and arguments, so equal layers cost one ru
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache
 from typing import Any
 
@@ -28,6 +28,7 @@ class New:
 
     nbytes: int
     flows: bool  # a float tensor: backward may make a gradient of it
+    itemsize: int = field(default=1, compare=False)  # bytes of an element
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def observe(call: Call) -> Seen:
         elif at in of_results:
             made_here.add(of_results[at])
         elif at not in new:
-            new[at] = New(t.untyped_storage().nbytes(), t.is_floating_point() or t.is_complex())
+            new[at] = New(t.untyped_storage().nbytes(), t.is_floating_point() or t.is_complex(), t.itemsize)
     strides = tuple(tuple(r.stride()) if isinstance(r, Tensor) else None for r in results)
     return Seen(Saves(tuple(sorted(mine)), tuple(sorted(made_here)), tuple(new.values()), aliases), strides)
 

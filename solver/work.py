@@ -141,10 +141,13 @@ class Move:
         module: The path of the module that it is for.
         axis: The mesh axis it runs on.
         kind: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``all_to_all``, or ``""`` where nothing moves.
-        piece: The tensor, counted as nccl-tests does: whole for all three, one device's for ``all_to_all``.
+        piece: The tensor, counted as nccl-tests does: one device's for ``all_to_all``, else whole over the axis.
         backward: The kind that its gradient takes.
         backward_piece: The gradient, counted alike; None where nothing moves.
         weight: Whether a parameter moves.
+        source: What a device holds before.
+        result: What a device holds afterwards.
+        again: Backward makes the result once more, out of its source, and nothing keeps it until then.
     """
 
     module: str
@@ -154,6 +157,9 @@ class Move:
     backward: str
     backward_piece: Piece | None
     weight: bool
+    source: Piece
+    result: Piece
+    again: bool = False
 
 
 @dataclass(frozen=True)

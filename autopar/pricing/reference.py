@@ -1,0 +1,116 @@
+"""The reference models laid out as Megatron-LM does, for one rank of the tensor and context axes.
+
+Linears into a block are cut by columns, those out of it by rows, tables and heads along the vocabulary; norms are whole
+on every tensor rank, or cut along the sequence with ``sp``. Context ranks cut the sequence, keys and values are
+gathered. All of it is on the meta device: nothing is computed, sizes may be as large as they like.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autopar.build import completed, lowerable, prepare
+from autopar.capture import capture
+from autopar.errors import AutoparError
+from autopar.models.gpt2 import GPT2, GPT2Config
+from autopar.models.llama import Llama, LlamaConfig
+from autopar.passes.layout import Axis, Mesh
+from autopar.passes.lower import Lowerable, with_changes
+from autopar.pins import SEQUENCE
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+ROWS = re.compile(r".*\.(o_proj|down_proj|c_proj)\.weight")  # cut along what they sum over
+COLUMNS = re.compile(
+    r".*\b(q_proj|k_proj|v_proj|gate_proj|up_proj|embed_tokens|c_attn|c_fc|wte|lm_head)\.(weight|bias)"
+)
+
+
+@dataclass(frozen=True)
+class Structure:
+    """What of a reference model its sizes do not say. ``family``: "gpt" or "llama"; ``tp``, ``sp``, ``cp``: whether
+    tensor ranks divide it, along the sequence too, and context ranks; ``activation``: "gelu", "relu2" or "swiglu"."""
+
+    family: str = "llama"
+    tp: bool = False
+    sp: bool = False
+    cp: bool = False
+    tied: bool = False
+    dtype: str = "bf16"
+    activation: str = ""
+    dropout: bool = False
+
+    def __post_init__(self) -> None:
+        legal = {"gpt": ("gelu", "relu2", ""), "llama": ("swiglu", "")}
+        if self.family not in legal:
+            raise AutoparError(f"family {self.family!r}: is not known. Legal: {', '.join(legal)}.")
+        if self.activation not in legal[self.family]:
+            words = ", ".join(w for w in legal[self.family] if w)
+            raise AutoparError(f"activation {self.activation!r}: {self.family} has none such. Legal: {words}.")
+        if self.dtype not in DTYPES:
+            raise AutoparError(f"dtype {self.dtype!r}: is not known. Legal: {', '.join(DTYPES)}.")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of a reference model and its run: rows of a microbatch, sequence, width, heads, heads of keys and values,
+    width of a head, width inside the MLP, vocabulary; tensor and context ranks."""
+
+    b: int
+    s: int
+    h: int
+    heads: int
+    kv_heads: int
+    head: int
+    ffn: int
+    vocab: int
+    tp: int = 1
+    cp: int = 1
+
+
+def model_of(structure: Structure, sizes: Sizes, layers: int = 2) -> nn.Module:
+    """The model, on the meta device."""
+    common = {"vocabulary": sizes.vocab, "width": sizes.h, "layers": layers, "heads": sizes.heads, "head": sizes.head}
+    with torch.device("meta"):
+        model: nn.Module
+        if structure.family == "gpt":
+            if sizes.kv_heads != sizes.heads:
+                raise AutoparError(f"kv_heads={sizes.kv_heads}: gpt has as many as heads, {sizes.heads}. Take llama.")
+            more = {"positions": sizes.s, "hidden": sizes.ffn, "tied": structure.tied}
+            kind = {"activation": structure.activation or "gelu", "dropout": 0.1 * structure.dropout}
+            model = GPT2(GPT2Config(**common, **more, **kind))  # type: ignore[arg-type]
+        else:
+            config = LlamaConfig(**common, hidden=sizes.ffn, kv_heads=sizes.kv_heads, tied=structure.tied)
+            model = Llama(config)
+        return model.to(DTYPES[structure.dtype])
+
+
+def dims_of(names: Iterable[str]) -> dict[str, int]:
+    """The dim that tensor ranks cut of each parameter; those that they hold whole are left out.
+
+    >>> dims_of(["model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"])
+    {'model.layers.0.mlp.down_proj.weight': 1, 'lm_head.weight': 0}
+    """
+    found = {name: 1 if ROWS.fullmatch(name) else 0 if COLUMNS.fullmatch(name) else None for name in names}
+    return {name: dim for name, dim in found.items() if dim is not None}
+
+
+def laid_out(structure: Structure, sizes: Sizes, layers: int = 2) -> Lowerable:
+    """The model's step for one microbatch of ``sizes.b`` rows, laid out, every change of layout a node."""
+    model = model_of(structure, sizes, layers)
+    ids = torch.empty(sizes.b, sizes.s, dtype=torch.int64, device="meta")
+    captured = capture(model, (ids, ids), check=False)
+    prepared = prepare(captured, 1)
+    axes = ((SEQUENCE, sizes.cp), ("tp", sizes.tp))
+    mesh = Mesh(tuple(Axis(name, size) for name, size in axes if size > 1))
+    shares = ("tp",) if structure.sp and sizes.tp > 1 else ()
+    dims = dims_of(captured.parameters) if sizes.tp > 1 else {}
+    gm, _, _ = completed(prepared, mesh, 0, ("tp",), (SEQUENCE,), shares, dims)
+    return with_changes(lowerable(gm, mesh, prepared))
+
+
+__all__ = ["Sizes", "Structure", "dims_of", "laid_out", "model_of"]

@@ -194,7 +194,7 @@ def test_the_report_names_every_row(tmp_path: Path) -> None:
     shown = text(report)
     assert "a-0   0.9   1            -10" in shown and "1      b       gpu 'TPU' is not known." in shown
     assert [r.row.id for r in published(path, ["b"], price).results] == ["b"]
-    with pytest.raises(AutoparError, match="no case 'bb'"):
+    with pytest.raises(AutoparError, match="no row or source 'bb', did you mean 'b'"):
         published(path, ["bb"], price)
 
 
@@ -233,7 +233,7 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (["--trace", "t.json"], "a trace is of one row"),
         (["--trace", "t.json", "--case", "a"], "a trace is of one row, and 2 are priced"),
         (["--out", "none/there.json"], "--out none/there.json: not a file in a folder that exists"),
-        (["--case", "c"], "no case 'c'"),
+        (["--case", "c"], "no row or source 'c'"),
     ],
 )
 def test_refusals_of_the_command(

@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autopar.bench.published_report import Result, Sweep, fits, memory_errors, sweeps, time_errors
-from autopar.bench.published_rows import Row, lacks, read_rows
+from autopar.bench.published_rows import WHO, Row, lacks, read_rows
 from autopar.bench.published_targets import TARGETS, Reached, check
-from autopar.bench.rows import chosen
 from autopar.errors import AutoparError
+from autopar.schema import nearest
 
 if TYPE_CHECKING:
     from autopar.pricing import PricedRow
@@ -49,7 +49,7 @@ class Report:
             "rows": [_row_json(result) for result in self.results],
             "by_source": {source: _figures(results) for source, results in self.by_source()},
             "totals": _figures(self.results),
-            "sweeps": [{k: v for k, v in vars(sweep).items() if k != "results"} for sweep in self.sweeps()],
+            "sweeps": [asdict(sweep) for sweep in self.sweeps()],
             "targets": [asdict(reached) for reached in self.targets()],
             "unread": list(self.unread),
         }
@@ -64,13 +64,27 @@ def published(path: str | Path, cases: Sequence[str] = (), price: Price | None =
     """Price the rows of a file, or only those whose id or source is among ``cases``. Raises AutoparError where the file
     or a row is malformed; a row that cannot be priced is reported with its reason."""
     rows, unread = read_rows(path)
-    wanted = set(chosen(cases, dict.fromkeys(word for row in rows for word in (row.source, row.id)), "published"))
-    kept = [row for row in rows if not cases or wanted & {row.id, row.source}]
+    _check_cases(cases, rows)
+    kept = [row for row in rows if not cases or row.id in cases or row.source in cases]
     if price is None:
         from autopar.pricing import price_row
 
         price = price_row
-    return Report(tuple([priced(row, price) for row in kept]), tuple(unread))
+    results = (priced(row, price) for row in kept)
+    return Report(tuple([r if len(kept) == 1 else _without_events(r) for r in results]), tuple(unread))
+
+
+def _check_cases(cases: Sequence[str], rows: Sequence[Row]) -> None:
+    sources, ids = dict.fromkeys(row.source for row in rows), [row.id for row in rows]
+    for case in cases:
+        if case not in sources and case not in ids:
+            close = nearest(case, [*sources, *ids]) or "."
+            raise AutoparError(f"{WHO}: no row or source {case!r}{close} Legal: an id, or {', '.join(sources)}.")
+
+
+def _without_events(result: Result) -> Result:
+    """Of many rows, the simulated events of each would fill the memory."""
+    return result if result.priced is None else replace(result, priced=replace(result.priced, timeline=None))
 
 
 def priced(row: Row, price: Price) -> Result:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -107,7 +107,6 @@ class Sweep:
     predicted_best: str
     choice: str | None
     choice_regret: float | None
-    results: tuple[Result, ...] = field(repr=False)
 
 
 def errors(layouts: Iterable[tuple[str, float, float]]) -> Errors | None:
@@ -185,7 +184,6 @@ def _sweep(key: tuple[str, str, int, int], group: Sequence[Result]) -> Sweep | N
         predicted_best=predicted,
         choice=None if choice is None else choice.id,
         choice_regret=None if regret is None else round(regret, DIGITS),
-        results=tuple(group),
     )
 
 

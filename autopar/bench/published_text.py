@@ -107,8 +107,8 @@ def _sweeps_text(found: Sequence[Sweep]) -> str:
 
 def _targets_text(found: Sequence[Reached]) -> str:
     words = {True: "yes", False: "NO", None: "-"}
-    lines = [(r.label, r.target, r.measured, r.count, words[r.reached]) for r in found]
-    return grid(("what", "target", "measured", "of", "reached"), lines)
+    lines = [(r.label, r.target, r.measured, r.count, words[r.reached]) for r in found if r.count]
+    return grid(("what", "target", "measured", "of", "reached"), lines) if lines else ""
 
 
 def _percent(fraction: float | None) -> float | None:

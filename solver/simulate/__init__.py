@@ -4,10 +4,10 @@
 model into tasks.
 """
 
+from autopar.solver.simulate.actions import Action, Seconds, in_flight, in_order
 from autopar.solver.simulate.engine import Peak, Task, Timeline, simulate
-from autopar.solver.simulate.schedules import NAMES, in_flight, in_order, schedule
+from autopar.solver.simulate.schedules import NAMES, schedule
 from autopar.solver.simulate.step import Chunk, Step, UnitTimes, run, tasks_of
-from autopar.solver.simulate.zero_bubble import Action, Seconds
 
 __all__ = [
     "NAMES",

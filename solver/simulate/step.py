@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import AutoparError
+from autopar.solver.simulate.actions import Action, Schedule, Seconds, in_order
 from autopar.solver.simulate.engine import COMPUTE, Owned, Task, Timeline, simulate
-from autopar.solver.simulate.schedules import PARTED, in_order, schedule
-from autopar.solver.simulate.zero_bubble import Action, Schedule, Seconds
+from autopar.solver.simulate.schedules import PARTED, schedule
 
 WHEN_GATHERED = ("never", "step", "use")
 WHEN_REDUCED = ("never", "step", "microbatch")
@@ -192,8 +192,8 @@ class _Builder:
         seconds = None
         if step.schedule in PARTED:
             seconds = [
-                Seconds(*(parts[0][letter].seconds for letter in "FIW"), send=rank[0].send_s, held=_held(rank[0]))
-                for parts, rank in zip(self.whole, step.chunks)
+                Seconds(part["F"].seconds, part["I"].seconds, part["W"].seconds, rank[0].send_s, _held(rank[0]))
+                for (part, *_), rank in zip(self.whole, step.chunks)
             ]
         return schedule(step.schedule, self.ranks, step.microbatches, chunks.pop(), seconds)
 

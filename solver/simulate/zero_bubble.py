@@ -2,35 +2,63 @@
 
 Weight gradients wait for nothing but their own input gradients, and nobody waits for them: they fill the gaps. Each
 rank takes at any time the first that it may of a forward and a backward in turn, and where neither is there, weight
-gradients; a few rules of what to do in short gaps are tried, and the schedule whose busiest rank is done soonest wins.
+gradients. Some rules of what to do in short gaps are tried, beside the schedule made by hand, and the one whose
+busiest rank is done soonest wins.
 
 >>> ["".join(f"{a}{m}" for a, _, m in rank) for rank in zero_bubble(3, [Seconds()] * 2, limit=4)]
-['F0F1F2I0I1W0I2W1W2', 'F0I0F1I1F2I2W0W1W2']
+['F0F1F2I0W0I1W1I2W2', 'F0I0F1I1F2I2W0W1W2']
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from heapq import heappop, heappush
-from itertools import product
 from math import inf
-from typing import NamedTuple, TypeAlias
 
-Action: TypeAlias = tuple[str, int, int]
-"""A letter ("F" forward, "B" backward, or parted "I" input and "W" weight gradients), a chunk and a microbatch."""
-Schedule: TypeAlias = list[list[Action]]
-"""Each rank's actions, in order."""
+from autopar.solver.simulate.actions import Action, Schedule, Seconds, in_order
+
+RULES = ((False, 1.0), (True, 0.75), (False, 0.5), (True, 1.0))
+"""What is tried, as (eager, patience) of `_Run`: on random seconds more rules gain less than 0.2 % of a step."""
 
 
-class Seconds(NamedTuple):
-    """Of one microbatch on a rank: forward, input gradients, weight gradients, and the way to the next rank. ``held``:
-    the share of its bytes that the weight gradients still need."""
+def by_hand(ranks: int, microbatches: int, doubled: bool) -> Schedule:
+    """ZB-H1, or ``doubled`` ZB-H2: 1F1B with as many microbatches ahead, or about twice as many, and weight gradients
+    so much later that each rank holds as many microbatches as the first.
 
-    forward: float = 1.0
-    inputs: float = 1.0
-    weights: float = 1.0
-    send: float = 0.0
-    held: float = 1.0
+    >>> ["".join(f"{a}{m}" for a, _, m in rank) for rank in by_hand(2, 3, doubled=False)]
+    ['F0F1I0W0F2I1W1I2W2', 'F0I0F1I1W0F2I2W1W2']
+    """
+    return [_steady(r, ranks, microbatches, doubled) for r in range(ranks)]
+
+
+def _steady(rank: int, ranks: int, microbatches: int, doubled: bool) -> list[Action]:
+    ahead, late = ranks - rank, rank
+    if doubled:
+        ahead, late = 2 * ahead - 1, 2 * late
+    actions: list[Action] = [("F", 0, m) for m in range(min(ahead, microbatches))]
+    for m in range(microbatches):
+        actions.append(("I", 0, m))
+        if m >= late:
+            actions.append(("W", 0, m - late))
+        if m + ahead < microbatches:
+            actions.append(("F", 0, m + ahead))
+    return actions + [("W", 0, m) for m in range(max(0, microbatches - late), microbatches)]
+
+
+def span(actions: Schedule, seconds: Sequence[Seconds]) -> float:
+    """Seconds from the first to the last action of the busiest rank."""
+    done: dict[tuple[str, int, int], float] = {}
+    start, free = [inf] * len(actions), [0.0] * len(actions)
+    for rank, (letter, _, m) in in_order(actions):
+        own = seconds[rank]
+        at, lasts = free[rank], {"F": own.forward, "I": own.inputs, "W": own.weights}[letter]
+        if letter == "F" and rank:
+            at = max(at, done["F", rank - 1, m] + seconds[rank - 1].send)
+        if letter == "I" and rank < len(actions) - 1:
+            at = max(at, done["I", rank + 1, m] + own.send)
+        start[rank] = min(start[rank], at)
+        free[rank] = done[letter, rank, m] = at + lasts
+    return max(end - since for end, since in zip(free, start))
 
 
 def zero_bubble(microbatches: int, seconds: Sequence[Seconds], limit: int) -> Schedule:
@@ -38,9 +66,16 @@ def zero_bubble(microbatches: int, seconds: Sequence[Seconds], limit: int) -> Sc
 
     ``seconds``: of each rank. ``limit``: as many as ranks for ZB-1p, twice as many for ZB-2p.
     """
-    rules = product((False, True), (False, True), (0.0, 0.5, 1.0))
-    runs = [_Run(microbatches, seconds, limit, *rule) for rule in rules]
-    return min(runs, key=lambda run: run.span).actions
+    ranks = len(seconds)
+    best = by_hand(ranks, microbatches, doubled=limit >= 2 * ranks - 1)
+    least, soonest = span(best, seconds), microbatches * max(s.forward + s.inputs + s.weights for s in seconds)
+    for eager, patience in RULES:
+        if least <= soonest * (1 + 1e-9):
+            break
+        run = _Run(microbatches, seconds, limit, eager, patience)
+        if run.span < least:
+            best, least = run.actions, run.span
+    return best
 
 
 class _Run:
@@ -48,15 +83,12 @@ class _Run:
 
     Args:
         eager: Whether a forward may start that a backward will have to wait for.
-        recycle: Where a forward is due and only memory is missing, whether weight gradients come before a backward.
         patience: The share of a weight gradient by which it may overrun a gap.
     """
 
-    def __init__(
-        self, microbatches: int, seconds: Sequence[Seconds], limit: int, eager: bool, recycle: bool, patience: float
-    ) -> None:
+    def __init__(self, microbatches: int, seconds: Sequence[Seconds], limit: int, eager: bool, patience: float) -> None:
         self.microbatches, self.seconds, self.limit = microbatches, seconds, limit
-        self.eager, self.recycle, self.patience = eager, recycle, patience
+        self.eager, self.patience = eager, patience
         ranks = len(seconds)
         self.actions: Schedule = [[] for _ in range(ranks)]
         self.done = [{"F": 0, "I": 0, "W": 0} for _ in range(ranks)]
@@ -95,14 +127,14 @@ class _Run:
         backward, known_backward = self.arrival(rank, "I", now)
         pending = done["I"] > done["W"]
         if not room:
-            if self.due[rank] == "F" and self.recycle and pending and done["F"] < self.microbatches:
+            if self.due[rank] == "F" and pending and done["F"] < self.microbatches:
                 return "W", now
             forward, known_forward = inf, inf
         here = [letter for letter, at in (("F", known_forward), ("I", known_backward)) if at <= now]
         if self.due[rank] in here:
-            if self.due[rank] == "I" or self.eager or backward >= now + own.forward or backward <= now:
+            if self.due[rank] == "I" or self.eager or known_backward >= now + own.forward or known_backward <= now:
                 return self.due[rank], now
-        elif here and (here == ["I"] or self.eager or backward >= now + own.forward):
+        elif here and (here == ["I"] or self.eager or known_backward >= now + own.forward):
             return here[0], now
         upcoming = min(forward if forward > now else inf, backward)
         if pending and (upcoming - now >= own.weights * (1 - self.patience) or not room):

@@ -7,7 +7,8 @@ model into tasks.
 from autopar.solver.simulate.actions import Action, Seconds, in_flight, in_order
 from autopar.solver.simulate.engine import Peak, Task, Timeline, simulate
 from autopar.solver.simulate.schedules import NAMES, schedule
-from autopar.solver.simulate.step import Chunk, Step, UnitTimes, run, tasks_of
+from autopar.solver.simulate.step import Step, run, tasks_of
+from autopar.solver.simulate.units import Chunk, UnitTimes
 
 __all__ = [
     "NAMES",

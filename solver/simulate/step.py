@@ -11,55 +11,19 @@ only where collectives of the data axis run beside them: gathers of weights befo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.errors import AutoparError
 from autopar.solver.simulate.actions import Action, Schedule, Seconds, in_order
 from autopar.solver.simulate.engine import COMPUTE, Owned, Task, Timeline, simulate
 from autopar.solver.simulate.schedules import PARTED, schedule
+from autopar.solver.simulate.units import KIND, Chunk, Pass, UnitTimes, held_for_weights
+
+__all__ = ["Chunk", "Step", "UnitTimes", "run", "tasks_of"]
 
 WHEN_GATHERED = ("never", "step", "use")
 WHEN_REDUCED = ("never", "step", "microbatch")
-
-
-@dataclass(frozen=True)
-class UnitTimes:
-    """Seconds and bytes of one unit (a layer, an embedding, a head), for one microbatch on one rank.
-
-    ``forward_s`` and the two parts of backward are computation alone; ``forward_comm_s`` and ``backward_comm_s`` are
-    collectives inside that nothing hides, of kind ``comm``; ``recompute_s`` is the second forward before a backward.
-    ``gather_s`` and ``reduce_s``: collectives of its weights and gradients over the data ranks.
-
-    ``saved_bytes`` live from forward to backward (where that is parted, ``weight_bytes`` of them until the weight
-    gradients; None: all); ``recompute_bytes`` during backward, besides; ``working_bytes`` during either pass.
-    ``gathered_bytes`` live while the unit's weights are whole, ``gradient_bytes`` from backward until reduced.
-    """
-
-    name: str
-    forward_s: float = 0.0
-    backward_input_s: float = 0.0
-    backward_weight_s: float = 0.0
-    recompute_s: float = 0.0
-    forward_comm_s: float = 0.0
-    backward_comm_s: float = 0.0
-    gather_s: float = 0.0
-    reduce_s: float = 0.0
-    gathered_bytes: float = 0.0
-    saved_bytes: float = 0.0
-    recompute_bytes: float = 0.0
-    working_bytes: float = 0.0
-    gradient_bytes: float = 0.0
-    weight_bytes: float | None = None
-    comm: str = "tp"
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Units with how often each repeats, in the order of forward; seconds to send an activation on (last chunk: 0)."""
-
-    units: tuple[tuple[UnitTimes, int], ...]
-    send_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -94,8 +58,12 @@ class Step:
 
 def run(step: Step) -> Timeline:
     """Simulates a step."""
-    staggered = step.schedule in PARTED if step.staggered is None else step.staggered
-    return simulate(tasks_of(step), step.static, staggered)
+    return simulate(tasks_of(step), step.static, staggered(step))
+
+
+def staggered(step: Step) -> bool:
+    """Whether steps follow each other without meeting."""
+    return step.schedule in PARTED if step.staggered is None else step.staggered
 
 
 def tasks_of(step: Step) -> list[Task]:
@@ -103,55 +71,17 @@ def tasks_of(step: Step) -> list[Task]:
     for name, value, legal in (("gather", step.gather, WHEN_GATHERED), ("reduce", step.reduce, WHEN_REDUCED)):
         if value not in legal:
             raise AutoparError(f"step.{name} {value!r} is not known. Legal: {', '.join(legal)}.")
-    return _Builder(step).tasks()
+    return _Builder(step).build()
 
 
-class _Part:
-    """One pass over some units as one task: seconds, what of them is not computation, bytes."""
+class _Doing(NamedTuple):
+    """One action of a rank, and the one that follows it."""
 
-    __slots__ = ("frees", "inside", "made", "seconds")
-
-    def __init__(self, letter: str, units: Sequence[tuple[UnitTimes, int]]) -> None:
-        shares: dict[str, float] = {}
-        seconds = saved = 0.0
-        most: Owned = ()
-        for unit, times in units:
-            own, comm, again, kept = _costs(letter, unit)
-            seconds += (own + comm + again) * times
-            saved += kept * times
-            shares[unit.comm] = shares.get(unit.comm, 0.0) + comm * times
-            shares["recompute"] = shares.get("recompute", 0.0) + again * times
-            working = (("working", unit.working_bytes), ("recompute", unit.recompute_bytes if letter in "BI" else 0.0))
-            most = max(most, working, key=lambda owned: sum(b for _, b in owned))
-        self.seconds = seconds
-        self.inside: Owned = tuple(x for x in shares.items() if x[1])
-        temporary = tuple(x for x in most if x[1] and letter != "W")
-        kept_bytes: Owned = (("activations", abs(saved)),) if saved else ()
-        self.made: Owned = temporary + (kept_bytes if saved > 0 else ())
-        self.frees: Owned = temporary + (kept_bytes if saved < 0 else ())
-
-
-def _costs(letter: str, unit: UnitTimes) -> tuple[float, float, float, float]:
-    """(computation, communication, recomputation, bytes kept from then on) of a pass over a unit."""
-    until_weight = unit.saved_bytes if unit.weight_bytes is None else unit.weight_bytes
-    if letter == "F":
-        return unit.forward_s, unit.forward_comm_s, 0.0, unit.saved_bytes
-    if letter == "W":
-        return unit.backward_weight_s, 0.0, 0.0, -until_weight
-    if letter == "I":
-        return unit.backward_input_s, unit.backward_comm_s, unit.recompute_s, until_weight - unit.saved_bytes
-    own = unit.backward_input_s + unit.backward_weight_s
-    return own, unit.backward_comm_s, unit.recompute_s, -unit.saved_bytes
-
-
-def _held(chunk: Chunk) -> float:
-    """The share of a chunk's saved bytes that its weight gradients need."""
-    saved = sum(u.saved_bytes * times for u, times in chunk.units)
-    needed = sum((u.saved_bytes if u.weight_bytes is None else u.weight_bytes) * times for u, times in chunk.units)
-    return needed / saved if saved else 1.0
-
-
-KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "weight"}
+    rank: int
+    letter: str
+    chunk: int
+    microbatch: int
+    following: Action | None
 
 
 class _Builder:
@@ -159,32 +89,21 @@ class _Builder:
 
     def __init__(self, step: Step) -> None:
         self.step, self.ranks = step, len(step.chunks)
-        self.made: list[Task] = []
+        self.tasks: list[Task] = []
         self.units = [[[u for u, times in c.units for _ in range(times)] for c in rank] for rank in step.chunks]
-        self.whole = [
-            [{letter: _Part(letter, chunk.units) for letter in "FBIW"} for chunk in rank] for rank in step.chunks
-        ]
-        self.single: dict[tuple[str, int], _Part] = {}
-        self.ready: dict[tuple[str, int, int], int] = {}  # the task after which a stage may use what another made
-        self.last = [-1] * self.ranks  # the last task on a rank's compute stream
-        self.held: set[tuple[int, int, int]] = set()  # rank, chunk and unit whose weights are whole
-        self.gathers: dict[tuple[int, int, int], int] = {}
-        self.streams = ("data", "data") if step.shared_data else ("gather", "reduce")
+        self.passes = [[{x: Pass(x, chunk.units) for x in KIND} for chunk in rank] for rank in step.chunks]
+        self.single: dict[tuple[str, int], Pass] = {}  # the same of one unit, by its id
+        self.ready: dict[tuple[str, int, int], int] = {}  # after which task others may use what a stage made
+        self.last = [-1] * self.ranks  # a rank's last task of computation
+        self.whole: dict[tuple[int, int, int], int] = {}  # the task that gathered a unit: rank, chunk, position
+        self.gathering, self.reducing = ("data", "data") if step.shared_data else ("gather", "reduce")
 
-    def tasks(self) -> list[Task]:
-        step = self.step
-        order = self.orders()
-        if step.gather == "step":
-            self.gather_all()
-        at = [0] * self.ranks
-        for rank, action in in_order(order):
-            at[rank] += 1
-            following = order[rank][at[rank]] if at[rank] < len(order[rank]) else None
-            self.act(rank, action, following)
-        self.finish()
-        return self.made
+    def add(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
 
     def orders(self) -> Schedule:
+        """Each rank's actions."""
         step = self.step
         chunks = {len(rank) for rank in step.chunks}
         if len(chunks) != 1:
@@ -192,44 +111,52 @@ class _Builder:
         seconds = None
         if step.schedule in PARTED:
             seconds = [
-                Seconds(part["F"].seconds, part["I"].seconds, part["W"].seconds, rank[0].send_s, _held(rank[0]))
-                for (part, *_), rank in zip(self.whole, step.chunks)
+                Seconds(x["F"].seconds, x["I"].seconds, x["W"].seconds, rank[0].send_s, held_for_weights(rank[0]))
+                for (x, *_), rank in zip(self.passes, step.chunks)
             ]
         return schedule(step.schedule, self.ranks, step.microbatches, chunks.pop(), seconds)
 
-    def act(self, rank: int, action: Action, following: Action | None) -> None:
-        """The tasks of one action: one, or one a unit where collectives run beside them."""
-        letter, chunk, microbatch = action
-        step, stage = self.step, chunk * self.ranks + rank
-        after = self.waits(letter, stage, microbatch)
-        label = f"{letter}{microbatch}" if len(step.chunks[0]) == 1 else f"{letter}{microbatch}.{chunk}"
-        first, last = microbatch == 0, microbatch == step.microbatches - 1
-        gathers = (step.gather == "use" and letter != "W") or (step.gather == "step" and first and letter == "F")
-        reduces = letter in "BW" and (
-            step.reduce == "microbatch" or (step.reduce == "step" and last and step.overlap_reduce)
-        )
-        send = self.send_seconds(letter, stage)
-        if gathers or reduces:
-            self.by_unit(rank, action, following, after, label, reduces, send)
-        else:
-            part = self.whole[rank][chunk][letter]
-            self.compute(rank, part, letter, after, label, 0.0 if step.overlap_p2p else send)
-        self.ready[_made(letter), stage, microbatch] = self.last[rank]
-        if send and step.overlap_p2p:
-            to = (rank + (1 if letter == "F" else -1)) % self.ranks
-            name = "receive" if letter == "F" else "receive back"
-            sent = self.add(Task(to, name, send, (self.last[rank],), label, "p2p"))
-            self.ready["sent " + _made(letter), stage, microbatch] = sent
+    def build(self) -> list[Task]:
+        order = self.orders()
+        if self.step.gather == "step":
+            self.gather_all()
+        at = [0] * self.ranks
+        for rank, action in in_order(order):
+            at[rank] += 1
+            self.act(_Doing(rank, *action, order[rank][at[rank]] if at[rank] < len(order[rank]) else None))
+        self.finish()
+        return self.tasks
 
-    def waits(self, letter: str, stage: int, microbatch: int) -> tuple[int, ...]:
-        """What of other ranks an action waits for."""
-        if letter == "W":
-            return ()
-        before = stage - 1 if letter == "F" else stage + 1
-        found = self.ready.get(("sent " + _made(letter), before, microbatch))
-        if found is None:
-            found = self.ready.get((_made(letter), before, microbatch))
-        return () if found is None else (found,)
+    def act(self, do: _Doing) -> None:
+        """The tasks of one action: one, or one a unit where collectives of the data axis run beside them."""
+        step, stage, forward = self.step, do.chunk * self.ranks + do.rank, do.letter == "F"
+        after = self.ready.get((do.letter, stage, do.microbatch))
+        waits = () if after is None else (after,)
+        label = f"{do.letter}{do.microbatch}" + (f" chunk {do.chunk}" if len(step.chunks[0]) > 1 else "")
+        send = self.send_seconds(do.letter, stage)
+        blocking = 0.0 if step.overlap_p2p else send
+        if self.gathers(do) or self.reduces(do):
+            self.by_unit(do, waits, label, blocking)
+        else:
+            part = self.passes[do.rank][do.chunk][do.letter]
+            self.compute(do.rank, part, do.letter, waits, label, blocking)
+        made = self.last[do.rank]
+        to = stage + (1 if forward else -1)
+        if send > blocking:
+            name = "receive" if forward else "receive back"
+            made = self.add(Task(to % self.ranks, name, send, (made,), label, "p2p"))
+        if do.letter != "W":
+            self.ready[do.letter, to, do.microbatch] = made
+
+    def gathers(self, do: _Doing) -> bool:
+        """Whether an action's units have their weights gathered."""
+        once = self.step.gather == "step" and do.letter == "F" and do.microbatch == 0
+        return once or (self.step.gather == "use" and do.letter != "W")
+
+    def reduces(self, do: _Doing) -> bool:
+        """Whether an action's units have their gradients reduced beside it."""
+        once = self.step.reduce == "step" and self.step.overlap_reduce and do.microbatch == self.step.microbatches - 1
+        return do.letter in "BW" and (once or self.step.reduce == "microbatch")
 
     def send_seconds(self, letter: str, stage: int) -> float:
         """Seconds to send on what an action made."""
@@ -238,127 +165,107 @@ class _Builder:
         source = stage if letter == "F" else stage - 1
         return self.step.chunks[source % self.ranks][source // self.ranks].send_s
 
-    def add(self, task: Task) -> int:
-        self.made.append(task)
-        return len(self.made) - 1
-
     def compute(
-        self,
-        rank: int,
-        part: _Part,
-        letter: str,
-        after: tuple[int, ...],
-        label: str,
-        send: float = 0.0,
-        made: Owned = (),
-        frees: Owned = (),
-    ) -> None:
-        inside = (*part.inside, ("p2p", send)) if send else part.inside
-        made, frees = (part.made + made, part.frees + frees) if made or frees else (part.made, part.frees)
-        self.last[rank] = self.add(
-            Task(rank, COMPUTE, part.seconds + send, after, label, KIND[letter], inside, made, frees)
-        )
+        self, rank: int, part: Pass, letter: str, after: tuple[int, ...], label: str, send: float = 0.0,
+        made: Owned = (), frees: Owned = (),
+    ) -> None:  # fmt: skip
+        """Adds a pass to the computation of a rank."""
+        seconds, inside = part.seconds, part.inside
+        if send:
+            seconds, inside = seconds + send, (*inside, ("p2p", send))
+        if made or frees:
+            made, frees = part.made + made, part.frees + frees
+        else:
+            made, frees = part.made, part.frees
+        self.last[rank] = self.add(Task(rank, COMPUTE, seconds, after, label, KIND[letter], inside, made, frees))
 
-    def by_unit(
-        self,
-        rank: int,
-        action: Action,
-        following: Action | None,
-        after: tuple[int, ...],
-        label: str,
-        reduces: bool,
-        send: float,
-    ) -> None:
+    def by_unit(self, do: _Doing, waits: tuple[int, ...], label: str, send: float) -> None:
         """One task a unit, with the gathers before and the reductions after it."""
-        letter, chunk, _ = action
-        step, units = self.step, self.units[rank][chunk]
-        order = list(range(len(units)))[:: 1 if letter == "F" else -1]
-        ends = [self.last[rank]]  # after which a gather may start: the unit `prefetch` + 1 before
-        next_gather = 0
+        step, units, rank = self.step, self.units[do.rank][do.chunk], do.rank
+        reduces, uses = self.reduces(do), step.gather == "use" and do.letter != "W"
+        ahead = step.prefetch if step.overlap_gather else 0
+        order = range(len(units)) if do.letter == "F" else range(len(units))[::-1]
+        ended = [self.last[rank]]  # ended[i]: the computation before the i-th unit
         for i, u in enumerate(order):
-            unit = units[u]
-            if step.gather == "use" and letter != "W":
-                reach = min(len(order), i + 1 + (step.prefetch if step.overlap_gather else 0))
-                for j in range(next_gather, reach):
-                    self.gather(rank, chunk, order[j], ends[max(0, j - step.prefetch if step.overlap_gather else j)])
-                next_gather = max(next_gather, reach)
-            gathered = self.gathers.pop((rank, chunk, u), None)
-            needs = after if i == 0 else ()
-            needs = needs if gathered is None else (*needs, gathered)
+            if uses:  # what may be gathered by now: the first time all that is so near, then one more
+                for j in range(i + ahead if i else 0, min(i + ahead + 1, len(units))):
+                    self.gather((rank, do.chunk, order[j]), ended[max(0, j - ahead)])
+            place, final = (rank, do.chunk, u), i == len(units) - 1
+            needs = waits if i == 0 else ()
+            if place in self.whole:
+                needs = (*needs, self.whole[place])
             frees: Owned = ()
-            if self.lets_go(letter, chunk, u, u == order[-1], following):
-                self.held.discard((rank, chunk, u))
-                frees = (("gathered", unit.gathered_bytes),) if unit.gathered_bytes else ()
-            made: Owned = (("gradients", unit.gradient_bytes),) if reduces and unit.gradient_bytes else ()
-            part = self.part(letter, unit)
-            ending = send if i == len(order) - 1 and not step.overlap_p2p else 0.0
-            self.compute(rank, part, letter, needs, f"{label} {unit.name}", ending, made, frees)
-            ends.append(self.last[rank])
-            if reduces and unit.reduce_s:
-                waited = (self.last[rank],)
-                index = self.add(Task(rank, self.streams[1], unit.reduce_s, waited, unit.name, "reduce", (), (), made))
-                if not step.overlap_reduce:
-                    self.last[rank] = self.add(Task(rank, COMPUTE, 0.0, (index,), "", "reduce"))
+            if uses and self.lets_go(do, final):
+                self.whole.pop(place, None)
+                frees = _owned("gathered", units[u].gathered_bytes)
+            made = _owned("gradients", units[u].gradient_bytes) if reduces else ()
+            part = self.pass_over(do.letter, units[u])
+            name = f"{label} {units[u].name}"
+            self.compute(rank, part, do.letter, needs, name, send if final else 0.0, made, frees)
+            if reduces:
+                self.reduce(rank, units[u], made)
+            ended.append(self.last[rank])
 
-    def lets_go(self, letter: str, chunk: int, unit: int, final: bool, following: Action | None) -> bool:
-        """Whether a unit's weights are whole no longer after a pass: not where the next pass begins with it."""
-        kept = letter == "W" or (letter == "F" and not self.step.reshard_after_forward)
-        if self.step.gather != "use" or kept:
-            return False
-        same_chunk = following is not None and following[1] == chunk
-        turns = following is not None and (letter == "F") != (following[0] == "F")
-        return not (final and same_chunk and turns)
-
-    def part(self, letter: str, unit: UnitTimes) -> _Part:
+    def pass_over(self, letter: str, unit: UnitTimes) -> Pass:
         found = self.single.get((letter, id(unit)))
         if found is None:
-            found = self.single[letter, id(unit)] = _Part(letter, ((unit, 1),))
+            found = self.single[letter, id(unit)] = Pass(letter, ((unit, 1),))
         return found
 
-    def gather(self, rank: int, chunk: int, u: int, after: int) -> None:
-        """Gathers a unit's weights on the data stream, if they are not whole."""
+    def lets_go(self, do: _Doing, final: bool) -> bool:
+        """Whether a unit's weights are whole no longer after an action; they stay where backward begins with it."""
+        if do.letter != "F":
+            return True
+        turns = do.following is not None and do.following[0] != "F" and do.following[1] == do.chunk
+        return self.step.reshard_after_forward and not (final and turns)
+
+    def gather(self, place: tuple[int, int, int], after: int) -> None:
+        """Gathers the weights of a unit, if they are not whole."""
+        rank, chunk, u = place
         unit = self.units[rank][chunk][u]
-        if (rank, chunk, u) in self.held or not (unit.gather_s or unit.gathered_bytes):
-            return
-        self.held.add((rank, chunk, u))
-        made: Owned = (("gathered", unit.gathered_bytes),) if unit.gathered_bytes else ()
-        waits = (after,) if after >= 0 else ()
-        task = Task(rank, self.streams[0], unit.gather_s, waits, unit.name, "gather", (), made)
-        self.gathers[rank, chunk, u] = self.add(task)
+        if place not in self.whole and (unit.gather_s or unit.gathered_bytes):
+            waits = (after,) if after >= 0 else ()
+            made = _owned("gathered", unit.gathered_bytes)
+            task = Task(rank, self.gathering, unit.gather_s, waits, unit.name, "gather", (), made)
+            self.whole[place] = self.add(task)
 
     def gather_all(self) -> None:
-        """Gathers the weights of all units at the start, in the order in which they are used."""
+        """Gathers all weights at the start, in the order of their first use; where nothing overlaps, all come first."""
         for rank, chunks in enumerate(self.units):
-            index = -1
-            for chunk, units in enumerate(chunks):
-                for u in range(len(units)):
-                    self.gather(rank, chunk, u, -1)
-                    index = self.gathers.get((rank, chunk, u), index)
-            if not self.step.overlap_gather and index >= 0:
-                self.gathers = {key: (index if key[0] == rank else i) for key, i in self.gathers.items()}
+            places = [(rank, chunk, u) for chunk, units in enumerate(chunks) for u in range(len(units))]
+            for place in places:
+                self.gather(place, -1)
+            if not self.step.overlap_gather:
+                self.whole.update((place, len(self.tasks) - 1) for place in places if place in self.whole)
+
+    def reduce(self, rank: int, unit: UnitTimes, gradients: Owned) -> None:
+        """Reduces the gradients of a unit after its backward."""
+        task = Task(rank, self.reducing, unit.reduce_s, (self.last[rank],), unit.name, "reduce", (), (), gradients)
+        done = self.add(task)
+        if not self.step.overlap_reduce:
+            self.last[rank] = self.add(Task(rank, COMPUTE, 0.0, (done,), kind="reduce"))
 
     def finish(self) -> None:
         """Reductions that waited for the end, a tied weight, the optimizer."""
         step = self.step
-        done = [[self.last[rank]] for rank in range(self.ranks)]
-        for i, task in enumerate(self.made):
+        done = [[last] for last in self.last]
+        for i, task in enumerate(self.tasks):
             if task.kind == "reduce":
                 done[task.rank] = [self.last[task.rank], i]
         if step.reduce == "step" and not step.overlap_reduce:
             for rank, chunks in enumerate(step.chunks):
                 seconds = sum(u.reduce_s * times for chunk in chunks for u, times in chunk.units)
-                done[rank] = [self.add(Task(rank, self.streams[1], seconds, (self.last[rank],), "", "reduce"))]
+                done[rank] = [self.add(Task(rank, self.reducing, seconds, (self.last[rank],), kind="reduce"))]
         if step.tied_s:
             ends = sorted({0, self.ranks - 1})
             waits = tuple(i for rank in ends for i in done[rank])
             for rank in ends:
-                done[rank] = [self.add(Task(rank, COMPUTE, step.tied_s, waits, "tied", "tied"))]
-        meet = not (step.schedule in PARTED if step.staggered is None else step.staggered)
+                done[rank] = [self.add(Task(rank, COMPUTE, step.tied_s, waits, "tied weight", "reduce"))]
         everything = tuple(i for own in done for i in own)
         for rank, seconds in enumerate(step.optimizer_s):
-            after = everything if meet else tuple(done[rank])
-            self.add(Task(rank, COMPUTE, seconds, after, "optimizer", "optimizer"))
+            waits = tuple(done[rank]) if staggered(step) else everything
+            self.add(Task(rank, COMPUTE, seconds, waits, "optimizer", "optimizer"))
 
 
-def _made(letter: str) -> str:
-    return {"F": "F", "W": "W"}.get(letter, "I")
+def _owned(owner: str, nbytes: float) -> Owned:
+    return ((owner, nbytes),) if nbytes else ()

@@ -15,8 +15,9 @@ import torch
 from autopar.build import Prepared, apply, plan_mesh
 from autopar.capture import Capture
 from autopar.choosing.inside import seconds_inside
-from autopar.cluster import Chip, Cluster
+from autopar.cluster import Cluster
 from autopar.count_collectives import count_collectives, microbatches
+from autopar.hardware import Chip
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.plan import Plan

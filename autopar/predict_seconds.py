@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autopar.choosing.wiring import weights_of
-from autopar.cluster import Chip
+from autopar.hardware import Chip
 from autopar.passes.changes import Step, path, price
 from autopar.passes.completion import is_op
 from autopar.passes.divide_work import flops

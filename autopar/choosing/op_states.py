@@ -10,7 +10,7 @@ import numpy as np
 from torch import fx
 
 from autopar.choosing.inside import inside
-from autopar.cluster import Chip
+from autopar.hardware import Chip
 from autopar.passes.calls import call_key
 from autopar.passes.completion import produced_parts
 from autopar.passes.facts import Choice, Strategy, fact, operand_nodes, value

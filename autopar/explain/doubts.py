@@ -63,6 +63,8 @@ def _assumed(name: str) -> str:
     found = [f"chip.{key}" for key in ("memory", "memory_bandwidth") if not getattr(cluster.chip, key).verified]
     found += [f"chip.flops.{dtype}" for dtype, figure in cluster.chip.flops.items() if not figure.verified]
     found += [f"chip.efficiency.{key}" for key, figure in cluster.chip.efficiency.items() if not figure.verified]
+    if cluster.chip.power and not all(f.verified for f in cluster.chip.power.sustained.values()):
+        found.append("chip.power.sustained")
     for tier in cluster.tiers:
         kinds: dict[str, list[str]] = {}
         for kind, link in tier.collectives.items():

@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.build import apply
 from autopar.choosing.solve import Solved, solved
-from autopar.cluster import Cluster, Figure
+from autopar.cluster import Cluster
 from autopar.equality import FP64
 from autopar.errors import AutoparError, NothingFits
+from autopar.hardware import Figure
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 import limits
@@ -342,7 +343,7 @@ def cluster_of(name: str) -> Cluster:
         for tier in figures.tiers
     )
     chip = replace(figures.chip, kind="cpu", flops=slow, memory_bandwidth=bandwidth)
-    return replace(figures, nodes=2, ranks_per_node=4, chip=chip, tiers=tiers)
+    return replace(figures, nodes=2, ranks_per_node=4, chip=chip, tiers=tiers, protocols=())
 
 
 def _times(figure: Figure, factor: float) -> Figure:

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.solver.file import Record, Saved, Weights, digest, load
 from autopar.solver.problem import Array, Assignment, Problem, Unit
-from autopar.solver.recompute import TooWide, least, transients
+from autopar.solver.recompute import least, transients
 from autopar.solver.recompute_integer import integer_bound
 from autopar.solver.search import Candidate
 
@@ -149,11 +149,7 @@ class _Check:
         if record.bound == inf:
             yield from self._cannot_fit(record)
             return
-        try:
-            shown = self._shown(record)
-        except TooWide as wide:
-            yield f"{name}: cannot be checked ({wide})"
-            return
+        shown = self._shown(record)
         if record.bound > shown * (1 + ROUNDING) + 1e-15:
             yield f"{name}: bound {_show(record.bound)}, but no more than {_show(shown)} can be shown"
 
@@ -183,13 +179,9 @@ class _Check:
         if record.problem is None:
             yield f"{name}: nothing shows that it cannot fit"
             return
-        try:
-            if record.multipliers and dual_bound(record.problem, record.multipliers) == inf:
-                return
-            nbytes = bytes_bound(record.problem, self.limit)
-        except TooWide as wide:
-            yield f"{name}: cannot be checked ({wide})"
+        if record.multipliers and dual_bound(record.problem, record.multipliers) == inf:
             return
+        nbytes = bytes_bound(record.problem, self.limit)
         if not nbytes > self.limit:
             yield f"{name}: left out for its bytes, but no more than {nbytes:g} of {self.limit:g} can be shown"
 

@@ -1,7 +1,8 @@
 """The least weighted cost of a problem once more, by code of its own: what a proof is checked with.
 
 Shares nothing with the solver but the problem. Every variable of every unit's class is eliminated as soon as it has few
-neighbours; a table lives over *sorts* of states (those that read the same rows of all tables involved).
+neighbours; a table lives over *sorts* of states (those that read the same rows of all tables involved). Where a table
+would be too large, the tables that it is made of are taken apart, and what comes out is a lower bound.
 
 >>> from autopar.solver.problem import Class, Factor, Unit
 >>> free = np.zeros((2, 6))
@@ -15,6 +16,7 @@ neighbours; a table lives over *sorts* of states (those that read the same rows 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import inf, prod
 
@@ -23,26 +25,29 @@ import numpy as np
 from autopar.solver.problem import TRANSIENT, Array, Index, Problem, Variable
 
 WIDEST = 30_000_000
-"""Entries of the largest table that is tried (8 bytes each)."""
-
-
-class TooWide(Exception):
-    """A table would not fit in memory."""
+"""Entries of the largest table (8 bytes each) that is made where no table is taken apart."""
+SPLIT = 400_000
+"""The same where one has to be: the solver's, so that what it claims is found again."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Table:
-    """``values[maps[0][s0], maps[1][s1], ...]`` for the states s0, s1, ... of ``over``."""
+class _Scope:
+    """What a table is over, and the row that each state of each of these variables reads."""
 
     over: tuple[int, ...]
     maps: tuple[Index, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class _Table(_Scope):
+    """``values[maps[0][s0], maps[1][s1], ...]`` for the states s0, s1, ... of ``over``."""
+
     values: Array
 
 
 def least(problem: Problem, weights: Array, high: float = inf) -> float:
-    """The least of ``weights @ resources`` over all legal assignments without a transient above ``high`` bytes.
-
-    Raises TooWide."""
+    """The least of ``weights @ resources`` over all legal assignments without a transient above ``high`` bytes;
+    something below it where tables would be too large."""
     left = [_eliminate(_of_class(problem, n, weights, high), _own_variables(problem, n)) for n in _kinds(problem)]
     return float(sum(float(t.values) for t in _eliminate(_of_all(problem, left, weights, high), _shared(problem))))
 
@@ -108,46 +113,100 @@ def _price(costs: Array, weights: Array, high: float) -> Array:
 
 
 def _once(table: _Table) -> _Table:
-    """A table that names a variable twice (a unit whose borders are one tensor) reads its diagonal."""
-    if len(set(table.over)) == len(table.over):
-        return table
-    first, second = table.over
-    assert first == second, "a table over more than two variables names one twice"
-    return _Table((first,), (np.arange(len(table.maps[0])),), table.values[table.maps[0], table.maps[1]])
+    """The table without a variable twice (a unit whose borders are one tensor), and without those of which it reads one
+    row, if others are left."""
+    over, maps, index = _folded(table)
+    return table if over == table.over else _Table(over, maps, table.values[index])
+
+
+def _folded(table: _Table) -> tuple[tuple[int, ...], tuple[Index, ...], tuple[Index, ...]]:
+    """Variables and maps of the table without such dims, and the entries of the given one that it has."""
+    pairs = list(zip(table.over, table.maps, strict=True))
+    over = tuple(dict.fromkeys(w for w, m in pairs if np.ptp(m))) or table.over[:1]
+    twice = {w for w in over if table.over.count(w) > 1}
+    maps = {w: np.arange(len(m)) if w in twice else m for w, m in pairs}
+    index = []
+    for (w, m), rows in zip(pairs, table.values.shape, strict=True):
+        taken = m[:1] if w not in over else m if w in twice else np.arange(rows)
+        index.append(taken.reshape([-1 if w == v else 1 for v in over]))
+    return over, tuple(maps[w] for w in over), tuple(index)
 
 
 def _eliminate(
     tables: list[_Table], gone: set[int], steps: list[tuple[int, list[_Table], _Table]] | None = None
 ) -> list[_Table]:
-    """Takes the minimum over the variables in ``gone``, the one of the smallest product first. ``steps`` gets each
-    variable, the tables that it touched and the one that took their place."""
-    gone = set(gone)
+    """Takes the minimum over the variables in ``gone``. ``steps`` gets each variable, tables that it touched and the
+    one that took their place; a variable more than once where its tables are taken apart."""
+    every = list(tables)
+    order = []
+    for step in _order(tables, gone, WIDEST):
+        order.append(step)
+        if len(step[1]) > 1:
+            order = list(_order(tables, gone, SPLIT))
+            break
+    for v, groups in order:
+        for group in groups:
+            touching = [every[i] for i in group]
+            every.append(_minimum(v, touching))
+            if steps is not None:
+                steps.append((v, touching, every[-1]))
+    used = {i for _, groups in order for group in groups for i in group}
+    return [t for i, t in enumerate(every) if i not in used]
+
+
+def _order(tables: Sequence[_Scope], gone: set[int], most: float) -> Iterator[tuple[int, list[list[int]]]]:
+    """The variables in ``gone``, that of the smallest product first, and the tables that each takes along, in groups
+    that each make a table of at most ``most`` entries. No values are looked at."""
+    every, live = list(tables), set(range(len(tables)))
+    left = set(gone)
     sizes: dict[int, int] = {}
-    while gone:
-        for v in gone - sizes.keys():
-            sizes[v] = _product(v, [t for t in tables if v in t.over])
-        v = min(gone, key=lambda w: (sizes[w], w))
-        touching = [t for t in tables if v in t.over]
-        new = _minimum(v, touching)
-        if steps is not None:
-            steps.append((v, touching, new))
-        for w in new.over:
-            sizes.pop(w, None)
-        tables = [t for t in tables if v not in t.over]
-        tables.append(new)
-        gone.remove(v)
-    return tables
+    while left:
+        for v in left - sizes.keys():
+            beside = [every[i] for i in live if v in every[i].over and every[i].over != (v,)]
+            sizes[v] = _entries(v, beside) * len(_sorts(v, beside)[0]) if beside else 0
+        v = min(left, key=lambda w: (sizes[w], w))
+        alone, joint = (
+            [i for i in sorted(live) if v in every[i].over and (every[i].over == (v,)) == lonely]
+            for lonely in (True, False)
+        )
+        groups = _groups(v, joint, every, most)
+        for group in groups:
+            over = sorted({w for i in group for w in every[i].over} - {v})
+            live.add(len(every))
+            every.append(_Scope(tuple(over), tuple(_sorts(w, [every[i] for i in group])[1] for w in over)))
+            for w in over:
+                sizes.pop(w, None)
+        groups[0] = sorted([*alone, *groups[0]])
+        live.difference_update(i for group in groups for i in group)
+        left.remove(v)
+        yield v, groups
 
 
-def _product(v: int, touching: list[_Table]) -> int:
-    return prod(len(_sorts(w, touching)[0]) for w in {w for t in touching for w in t.over})
+def _groups(v: int, joint: list[int], every: Sequence[_Scope], most: float) -> list[list[int]]:
+    """All together, or else each, the largest first, beside those that it still fits with."""
+    if _entries(v, [every[i] for i in joint]) <= most:
+        return [joint]
+    groups: list[list[int]] = []
+    for i in sorted(joint, key=lambda i: (-_entries(v, [every[i]]), i)):
+        fits = [g for g in groups if _entries(v, [every[j] for j in (*g, i)]) <= most]
+        if fits:
+            fits[0].append(i)
+        else:
+            groups.append([i])
+    return groups
 
 
-def _sorts(v: int, tables: list[_Table]) -> tuple[Index, Index]:
+def _entries(v: int, touching: Sequence[_Scope]) -> int:
+    """Of the table that takes the place of these."""
+    return prod(len(_sorts(w, touching)[0]) for w in {w for t in touching for w in t.over} - {v})
+
+
+def _sorts(v: int, tables: Sequence[_Scope]) -> tuple[Index, Index]:
     """One state of every sort, and the sort of every state."""
-    reads = np.stack([t.maps[t.over.index(v)] for t in tables if v in t.over])
-    _, one, sort = np.unique(reads, axis=1, return_index=True, return_inverse=True)
-    return one, sort.reshape(-1)
+    reads = np.stack([t.maps[t.over.index(v)] for t in tables if v in t.over], axis=1)
+    seen: dict[bytes, int] = {}
+    sort = np.array([seen.setdefault(row.tobytes(), len(seen)) for row in reads], np.int64)
+    return np.unique(sort, return_index=True)[1], sort
 
 
 def _minimum(v: int, touching: list[_Table]) -> _Table:
@@ -155,8 +214,6 @@ def _minimum(v: int, touching: list[_Table]) -> _Table:
     others = sorted({w for t in touching for w in t.over} - {v})
     sorts = {w: _sorts(w, touching) for w in others}
     shape = tuple(len(sorts[w][0]) for w in others)
-    if prod(shape) > WIDEST:
-        raise TooWide(f"a table of {prod(shape)} entries")
     joint = [t for t in touching if t.over != (v,)]
     alone = np.zeros(len(_map_of(v, touching[0])))
     for table in touching:
@@ -176,7 +233,7 @@ def _minimum(v: int, touching: list[_Table]) -> _Table:
     return _Table(tuple(others), tuple(sorts[w][1] for w in others), best)
 
 
-def _map_of(v: int, table: _Table) -> Index:
+def _map_of(v: int, table: _Scope) -> Index:
     return table.maps[table.over.index(v)]
 
 

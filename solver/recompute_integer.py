@@ -7,6 +7,7 @@ elimination as `recompute.least`.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -18,8 +19,8 @@ from autopar.solver.file import Weights
 from autopar.solver.problem import TRANSIENT, Array, Factor, Index, Problem, Variable
 from autopar.solver.recompute import (
     WIDEST,
-    TooWide,
     _eliminate,
+    _folded,
     _kinds,
     _map_of,
     _of_all,
@@ -33,14 +34,21 @@ from autopar.solver.recompute import (
 
 ROUNDING = 1e-6
 """Relative error that the bound of an integer program may have."""
+
+
+class TooWide(Exception):
+    """A table would not fit in memory."""
+
+
 Step = tuple[int, list[_Table], _Table]
-"""An eliminated variable, the tables that it touched, and the one that took their place."""
+"""An eliminated variable, tables that it touched, and the one that took their place."""
 States = list[list[Any]]
 """For each unit, then for the shared variables: per variable, something per state."""
 
 
 def state_leasts(problem: Problem, weights: Array, high: float = inf) -> States:
-    """The least of ``weights @ resources`` over all legal assignments with each state. Raises TooWide."""
+    """The least of ``weights @ resources`` over all legal assignments with each state, or something below it. Raises
+    TooWide."""
     steps: list[list[Step]] = [[] for _ in _kinds(problem)]
     tables = [_of_class(problem, n, weights, high) for n in _kinds(problem)]
     left = [_eliminate(tables[n], _own_variables(problem, n), steps[n]) for n in _kinds(problem)]
@@ -51,21 +59,14 @@ def state_leasts(problem: Problem, weights: Array, high: float = inf) -> States:
     shared = _back(top, rest, len(problem.shared))
     found, at = [], len(problem.shared)
     for unit in problem.units:
-        beyond = {}
+        beyond, own = {}, len(problem.classes[unit.kind].variables)
         for table in left[unit.kind]:
-            beyond[id(table)] = _unfolded(table, unit.borders, problem, above[at], rest[id(above[at])])
+            seen = replace(table, over=tuple(unit.borders[v - own] for v in table.over))
+            beyond[id(table)] = np.full(table.values.shape, inf)
+            np.minimum.at(beyond[id(table)], _folded(seen)[2], rest[id(above[at])])
             at += 1
-        found.append(_back(steps[unit.kind], beyond, len(problem.classes[unit.kind].variables)))
+        found.append(_back(steps[unit.kind], beyond, own))
     return [*found, shared]
-
-
-def _unfolded(table: _Table, borders: tuple[int, ...], problem: Problem, seen: _Table, message: Array) -> Array:
-    """The message to a class's table from that to the table that a unit made of it."""
-    if len(seen.over) == len(table.over):
-        return message
-    whole = np.full(table.values.shape, inf)  # a unit whose borders are one tensor reads the diagonal
-    np.minimum.at(whole, table.maps, message)
-    return whole
 
 
 def _back(steps: list[Step], rest: dict[int, Array], count: int) -> list[Array]:
@@ -82,7 +83,7 @@ def _back(steps: list[Step], rest: dict[int, Array], count: int) -> list[Array]:
         best = np.full(len(states), inf)
         np.minimum.at(best, sort, own)
         beyond = _joint_messages(v, states, best, joint, new, rest)[sort]
-        found[v] = own + beyond
+        found[v] = np.maximum(found[v], own + beyond) if len(found[v]) else own + beyond
         for i, table in enumerate(alone):
             others = beyond + sum(r for j, r in enumerate(read) if j != i)
             rest[id(table)] = np.full(table.values.shape, inf)

@@ -33,6 +33,7 @@ class LlamaConfig:
     epsilon: float = 1e-5
     tied: bool = False  # whether the head is the token embedding
     head: int = 0  # width of a head; 0: the width shared out among the heads
+    activation: str = "swiglu"  # or "relu2", squared and without a gate, as in Nemotron-4
 
     @property
     def head_width(self) -> int:
@@ -106,16 +107,18 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU; ``[batch, sequence, width]`` to the same."""
+    """SwiGLU, or a squared relu without a gate; ``[batch, sequence, width]`` to the same."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.width, config.hidden, bias=False)
+        gated = config.activation == "swiglu"
+        self.gate_proj = nn.Linear(config.width, config.hidden, bias=False) if gated else None
         self.up_proj = nn.Linear(config.width, config.hidden, bias=False)
         self.down_proj = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        up = self.up_proj(x)
+        return self.down_proj(F.relu(up).square() if self.gate_proj is None else F.silu(self.gate_proj(x)) * up)
 
 
 class Layer(nn.Module):

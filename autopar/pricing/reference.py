@@ -45,7 +45,7 @@ class Structure:
     dropout: bool = False
 
     def __post_init__(self) -> None:
-        legal = {"gpt": ("gelu", "relu2", ""), "llama": ("swiglu", "")}
+        legal = {"gpt": ("gelu", "relu2", ""), "llama": ("swiglu", "relu2", "")}
         if self.family not in legal:
             raise AutoparError(f"family {self.family!r}: is not known. Legal: {', '.join(legal)}.")
         if self.activation not in legal[self.family]:
@@ -84,19 +84,19 @@ def model_of(structure: Structure, sizes: Sizes, layers: int = 2) -> nn.Module:
             kind = {"activation": structure.activation or "gelu", "dropout": 0.1 * structure.dropout}
             model = GPT2(GPT2Config(**common, **more, **kind))  # type: ignore[arg-type]
         else:
-            config = LlamaConfig(**common, hidden=sizes.ffn, kv_heads=sizes.kv_heads, tied=structure.tied)
+            more = {"hidden": sizes.ffn, "kv_heads": sizes.kv_heads, "tied": structure.tied}
+            config = LlamaConfig(**common, **more, activation=structure.activation or "swiglu")  # type: ignore[arg-type]
             model = Llama(config)
         return model.to(DTYPES[structure.dtype])
 
 
-def dims_of(names: Iterable[str]) -> dict[str, int]:
-    """The dim that tensor ranks cut of each parameter; those that they hold whole are left out.
+def dims_of(names: Iterable[str]) -> dict[str, int | None]:
+    """The dim that tensor ranks cut of each parameter; None where they hold it whole.
 
     >>> dims_of(["model.layers.0.mlp.down_proj.weight", "lm_head.weight", "model.norm.weight"])
-    {'model.layers.0.mlp.down_proj.weight': 1, 'lm_head.weight': 0}
+    {'model.layers.0.mlp.down_proj.weight': 1, 'lm_head.weight': 0, 'model.norm.weight': None}
     """
-    found = {name: 1 if ROWS.fullmatch(name) else 0 if COLUMNS.fullmatch(name) else None for name in names}
-    return {name: dim for name, dim in found.items() if dim is not None}
+    return {name: 1 if ROWS.fullmatch(name) else 0 if COLUMNS.fullmatch(name) else None for name in names}
 
 
 def laid_out(structure: Structure, sizes: Sizes, layers: int = 2) -> Lowerable:

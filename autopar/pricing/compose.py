@@ -1,0 +1,238 @@
+"""From priced units to a whole step: stages and chunks, collectives of the data axes, optimizer, bytes by owner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.errors import AutoparError
+from autopar.pricing.kernels import UnitCost
+from autopar.pricing.recipe import Recipe
+from autopar.solver.cost.device import Device
+from autopar.solver.cost.network import Network
+from autopar.solver.simulate.step import Chunk, Step, UnitTimes
+from autopar.solver.work import Move
+
+GATHER = ("never", "step", "use", "use")  # weights, by ZeRO stage
+RING = 2  # backward of ring attention sends keys, values and their gradients
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model lies on the ranks: tensor innermost, then context, data, pipeline stages outermost.
+
+    ``rows``: of a microbatch on a rank; ``recompute``: "none", "full", "attention" (its core) or "ops" (all but
+    attention and every second matmul). ``zero``: 0 to 3; ``reshard``: whether ZeRO-3 lets go of weights after forward.
+    """
+
+    layers: int
+    tp: int = 1
+    cp: int = 1
+    dp: int = 1
+    pp: int = 1
+    vp: int = 1
+    rows: int = 1
+    microbatches: int = 1
+    sequence_parallel: bool = False
+    zero: int = 0
+    reshard: bool = True
+    recompute: str = "none"
+    schedule: str = "1f1b"
+    tied: bool = False
+
+    @property
+    def shards(self) -> int:
+        """Ranks that hold the same weights and different data."""
+        return self.cp * self.dp
+
+
+@dataclass(frozen=True)
+class Priced:
+    """The costs of what a model is made of, and the figures they were made with. ``boundary``: bytes of the activation
+    between two layers, whole over ``tp``."""
+
+    prefix: UnitCost
+    layer: UnitCost
+    suffix: UnitCost
+    boundary: float
+    recipe: Recipe
+    device: Device
+    network: Network
+
+
+def layers_of_chunks(layers: int, pp: int, vp: int) -> list[int]:
+    """Layers of each chunk, in the order of the model. Where they do not divide, the first and the last chunk, which
+    hold embedding and head, have one fewer; else the first ones have one more.
+
+    >>> layers_of_chunks(30, 8, 1), layers_of_chunks(10, 4, 1)
+    ([3, 4, 4, 4, 4, 4, 4, 3], [3, 3, 2, 2])
+    """
+    chunks = pp * vp
+    if layers % chunks and not (layers + 2) % chunks:
+        each = (layers + 2) // chunks
+        return [each - 1, *[each] * (chunks - 2), each - 1]
+    if layers < chunks:
+        raise AutoparError(f"pp={pp} vp={vp}: {layers} layers make no {chunks} chunks. Take at most {layers}.")
+    each, more = divmod(layers, chunks)
+    return [each + (i < more) for i in range(chunks)]
+
+
+def step_of(layout: Layout, priced: Priced) -> Step:
+    """The step that the simulator runs."""
+    counts = layers_of_chunks(layout.layers, layout.pp, layout.vp)
+    last = layout.pp * layout.vp - 1
+    prefix, layer, suffix = (times(u, layout, priced) for u in (priced.prefix, priced.layer, priced.suffix))
+    send = send_seconds(layout, priced)
+    chunks: list[list[Chunk]] = [[] for _ in range(layout.pp)]
+    elements = [0.0] * layout.pp
+    for i, count in enumerate(counts):
+        units: list[tuple[UnitTimes, int]] = [(layer, count)]
+        elements[i % layout.pp] += count * priced.layer.elements
+        if i == 0:
+            units.insert(0, (prefix, 1))
+            elements[0] += priced.prefix.elements
+        if i == last:
+            units.append((suffix, 1))
+            elements[i % layout.pp] += priced.suffix.elements - (
+                priced.prefix.elements if layout.tied and layout.pp == 1 else 0.0
+            )
+        chunks[i % layout.pp].append(Chunk(tuple(units), send_s=send if i < last else 0.0))
+    return Step(
+        chunks=tuple(tuple(c) for c in chunks),
+        microbatches=layout.microbatches,
+        schedule=layout.schedule,
+        gather=GATHER[layout.zero] if layout.shards > 1 else "never",
+        reduce=("microbatch" if layout.zero >= 2 else "step") if layout.shards > 1 else "never",
+        overlap_gather=priced.recipe.overlap_gather,
+        overlap_reduce=priced.recipe.overlap_reduce,
+        overlap_p2p=priced.recipe.overlap_send,
+        optimizer_s=tuple(optimizer_seconds(e, layout, priced) for e in elements),
+        static=tuple(tuple(static_bytes(e, layout, priced.recipe).items()) for e in elements),
+        reshard_after_forward=layout.reshard and layout.zero >= 3,
+        tied_s=tied_seconds(layout, priced),
+    )
+
+
+def times(cost: UnitCost, layout: Layout, priced: Priced) -> UnitTimes:
+    """A unit's seconds and bytes under a layout's collectives and recomputation."""
+    forward_comm, backward_comm = inside_seconds(cost, layout, priced)
+    saved, working, again = _recomputed(cost, layout, forward_comm)
+    gather, reduce = data_seconds(cost.elements, layout, priced)
+    return UnitTimes(
+        name=cost.name,
+        forward_s=cost.forward_s,
+        backward_input_s=cost.backward_input_s,
+        backward_weight_s=cost.backward_weight_s,
+        recompute_s=again,
+        forward_comm_s=forward_comm,
+        backward_comm_s=backward_comm,
+        gather_s=gather,
+        reduce_s=reduce,
+        gathered_bytes=cost.elements * priced.recipe.weight if layout.zero >= 2 else 0.0,
+        gradient_bytes=cost.elements * priced.recipe.gradient if layout.zero >= 2 else 0.0,
+        saved_bytes=saved,
+        recompute_bytes=working if again else 0.0,
+        working_bytes=0.0 if again else working,
+        comm="cp" if layout.tp == 1 else "tp",
+    )
+
+
+def _recomputed(cost: UnitCost, layout: Layout, forward_comm: float) -> tuple[float, float, float]:
+    """(bytes kept, working bytes, seconds of the second forward) of a unit."""
+    saved, core, inputs = (sum(x.values()) for x in (cost.saved, cost.core, cost.inputs))
+    if layout.recompute == "none" or not cost.name.startswith("layer"):
+        return saved, cost.working, 0.0
+    if layout.recompute == "full":
+        return inputs, saved - inputs + cost.working, cost.forward_s + forward_comm
+    if layout.recompute == "attention":
+        return saved - core, core + cost.working, cost.attention_s
+    if layout.recompute == "ops":
+        kept = inputs + cost.products / 2
+        rest = cost.forward_s - cost.attention_s - cost.matmul_forward_s / 2
+        return kept, max(0.0, saved - kept) + cost.working, rest + forward_comm / 2
+    raise AutoparError(f"recompute {layout.recompute!r} is not known. Legal: none, full, attention, ops.")
+
+
+def inside_seconds(cost: UnitCost, layout: Layout, priced: Priced) -> tuple[float, float]:
+    """Exposed seconds, forward and backward, of the collectives of activations inside a unit."""
+    forward = backward = 0.0
+    ring_forward = ring_backward = 0.0
+    for move, beside in cost.moves:
+        if move.weight:
+            continue
+        there = _seconds(move.kind, move.piece.nbytes, move, layout, priced)
+        back = 0.0
+        if move.backward and move.backward_piece is not None:
+            back = _seconds(move.backward, move.backward_piece.nbytes, move, layout, priced)
+        if move.axis == "cp":
+            ring_forward, ring_backward = ring_forward + there, ring_backward + max(back, there) * RING
+        elif priced.recipe.overlap_tensor:
+            first = 1 / layout.tp
+            forward += there * first + max(0.0, there * (1 - first) - beside)
+            backward += back * first + max(0.0, back * (1 - first) - beside)
+        else:
+            forward, backward = forward + there, backward + back
+    if layout.cp > 1:
+        hidden = cost.attention_s * (layout.cp - 1) / layout.cp
+        forward += max(0.0, ring_forward - hidden)
+        backward += max(0.0, ring_backward - 2 * hidden)
+    return forward, backward
+
+
+def _seconds(kind: str, nbytes: float, move: Move, layout: Layout, priced: Priced) -> float:
+    if not kind:
+        return 0.0
+    size, stride = (layout.tp, 1) if move.axis == "tp" else (layout.cp, layout.tp)
+    return float(priced.network.seconds(kind, float(nbytes), size, stride))
+
+
+def data_seconds(elements: float, layout: Layout, priced: Priced) -> tuple[float, float]:
+    """Seconds of gathering a unit's weights and of reducing its gradients over the data ranks."""
+    if layout.shards == 1 or not elements:
+        return 0.0, 0.0
+    seconds, r = priced.network.seconds, priced.recipe
+    gather = seconds("all_gather", r.weight * elements, layout.shards, layout.tp) if layout.zero else 0.0
+    kind = "reduce_scatter" if layout.zero else "all_reduce"
+    return float(gather), float(seconds(kind, r.gradient * elements, layout.shards, layout.tp))
+
+
+def send_seconds(layout: Layout, priced: Priced) -> float:
+    """Seconds of an activation's way to the next stage."""
+    if layout.pp == 1:
+        return 0.0
+    stride = layout.tp * layout.shards
+    parted = layout.sequence_parallel or priced.recipe.scatter_send
+    nbytes = priced.boundary / (layout.tp if parted else 1)
+    seconds = float(priced.network.seconds("send", nbytes, 2, stride))
+    if priced.recipe.scatter_send and not layout.sequence_parallel and layout.tp > 1:
+        seconds += float(priced.network.seconds("all_gather", priced.boundary, layout.tp, 1))
+    return seconds
+
+
+def tied_seconds(layout: Layout, priced: Priced) -> float:
+    """Seconds of adding the gradients of a table that the first and the last stage both hold."""
+    if not layout.tied or layout.pp == 1:
+        return 0.0
+    stride = layout.tp * layout.shards * (layout.pp - 1)
+    return float(priced.network.seconds("all_reduce", priced.recipe.gradient * priced.prefix.elements, 2, stride))
+
+
+def optimizer_seconds(elements: float, layout: Layout, priced: Priced) -> float:
+    """Adam with fp32 states: gradients are read twice (their norm, the update), states and master copy read and
+    written, the weight written."""
+    r = priced.recipe
+    own = elements / (layout.shards if layout.zero else 1)
+    return float(priced.device.memory_s((2 * r.gradient + 2 * r.optimizer + r.weight) * own))
+
+
+def static_bytes(elements: float, layout: Layout, recipe: Recipe) -> Mapping[str, float]:
+    """Bytes by owner that a rank holds all the time."""
+    shards = layout.shards
+    return {
+        "parameters": recipe.weight * elements if layout.zero < 2 else 0.0,
+        "gradients": recipe.gradient * elements / (shards if layout.zero >= 2 else 1),
+        "optimizer": recipe.optimizer * elements / (shards if layout.zero else 1),
+    }
+
+
+__all__: Sequence[str] = ["Layout", "Priced", "layers_of_chunks", "step_of"]

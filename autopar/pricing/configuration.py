@@ -1,0 +1,190 @@
+"""One published configuration priced: its model, its cluster, its recipe and its layout, simulated for one step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.pricing.compose import Layout, Priced, step_of
+from autopar.pricing.kernels import unit_cost
+from autopar.pricing.recipe import Recipe, recipe
+from autopar.pricing.symbols import Compiled, compiled, reference_units
+from autopar.solver.simulate.engine import Timeline
+from autopar.solver.simulate.step import run
+
+if TYPE_CHECKING:
+    from autopar.bench.published_rows import Row
+
+GIB = 2**30
+VOCABULARY = 50304  # where a row states none: GPT-2's, padded as Megatron-LM pads it
+DEVICES = {  # words of a row's `gpu` -> the shipped cluster of such nodes
+    ("H100", "Grand Teton"): "h100-grandteton",
+    ("H100",): "h100-dgx",
+    ("A100",): "a100-dgx",
+}
+FAMILIES = {"gelu": "gpt", "swiglu": "llama", "relu2": "llama"}
+
+
+@dataclass(frozen=True)
+class PricedRow:
+    """Seconds of a step; GiB of the fullest rank, with what allocator and driver add; whether that fits; ``parts``:
+    seconds (``*_s``) and GiB (``*_gib``) by owner."""
+
+    step_s: float
+    peak_gib: float
+    fits: bool
+    parts: Mapping[str, float] = field(default_factory=dict)
+    timeline: Timeline | None = None
+
+
+def price_row(row: Row) -> PricedRow:
+    """Price a row. Raises AutoparError where an input that is needed is unknown."""
+    cluster = cluster_of(row)
+    how = recipe_of(row)
+    layout = layout_of(row)
+    priced = priced_units(row, layout, how, cluster)
+    timeline = run(step_of(layout, priced))
+    return summary(timeline, cluster)
+
+
+def summary(timeline: Timeline, cluster: Cluster) -> PricedRow:
+    """Step seconds and the peak of the fullest rank."""
+    rank, peak = timeline.worst
+    reserved = cluster.chip.held(peak.nbytes)
+    parts = {f"{kind}_s": seconds for kind, seconds in timeline.parts(rank).items()}
+    parts |= {f"{owner}_gib": nbytes / GIB for owner, nbytes in peak.owners.items()}
+    return PricedRow(timeline.seconds, reserved / GIB, reserved <= cluster.memory, parts, timeline)
+
+
+def cluster_of(row: Row) -> Cluster:
+    """The cluster of a row, with the fabric and the power cap that it states."""
+    name = next((c for words, c in DEVICES.items() if all(w in row.gpu for w in words)), None)
+    if name is None:
+        raise AutoparError(f"gpu {row.gpu!r} is not known. Legal: names with H100 or A100.")
+    cluster = Cluster.load(name, nodes=math.ceil(row.gpus / 8))
+    if row.run.fabric_gbps_per_node:
+        cluster = cluster.with_fabric(row.run.fabric_gbps_per_node)
+    if row.run.tdp_w:
+        cluster = cluster.with_power_cap(row.run.tdp_w)
+    return cluster
+
+
+def recipe_of(row: Row) -> Recipe:
+    """How the run computes, with what it states."""
+    run_ = row.run
+    names = ("attention_kernel", "fused_norm", "compile", "async_tp", "tp_overlap", "grad_bytes", "dropout")
+    return recipe(run_.source_kind, **{name: getattr(run_, name) for name in names})
+
+
+def layout_of(row: Row) -> Layout:
+    """How the row's model lies on its ranks."""
+    for name in ("tp", "pp", "dp", "mbs", "gbs", "seq", "layers", "hidden", "heads", "ffn"):
+        if not getattr(row, name):
+            raise AutoparError(f"{name} is not stated.")
+    if row.moe_experts:
+        raise AutoparError(f"moe_experts={row.moe_experts}: mixtures of experts are not priced yet.")
+    schedule, vp = schedule_of(row)
+    return Layout(
+        layers=row.layers,
+        tp=row.tp,
+        cp=row.cp or 1,
+        dp=row.dp,
+        pp=row.pp,
+        vp=vp,
+        rows=row.mbs,
+        microbatches=max(1, math.ceil(row.gbs / (row.dp * row.mbs))),
+        sequence_parallel=bool(row.sequence_parallel) and row.tp > 1,
+        zero=int(str(row.zero_stage or 0)[0]),
+        reshard=row.run.fsdp_reshard_after_forward is not False,
+        recompute=recompute_of(row.recompute),
+        schedule=schedule,
+        tied=FAMILIES.get(row.ffn_type) == "gpt",
+    )
+
+
+def schedule_of(row: Row) -> tuple[str, int]:
+    """(schedule, chunks a rank). An interleaved schedule that states no chunks has as many as there are layers."""
+    named = {
+        "1F1B": "1f1b",
+        "interleaved-1F1B": "interleaved",
+        "1F1B-I": "interleaved",
+        "ZB-1p": "zb-1p",
+        "ZB-2p": "zb-2p",
+    }
+    if row.pp == 1 or row.pp_schedule in (None, "none"):
+        return "1f1b", 1
+    if row.pp_schedule not in named:
+        raise AutoparError(f"pp_schedule {row.pp_schedule!r} is not known. Legal: none, {', '.join(named)}.")
+    schedule = named[row.pp_schedule]
+    vp = row.vp or (math.ceil(row.layers / row.pp) if schedule == "interleaved" else 1)
+    return ("interleaved", vp) if vp > 1 else (schedule, 1)
+
+
+def recompute_of(text: str | None) -> str:
+    """What a row says of recomputation in one word; not stated: none.
+
+    >>> recompute_of("full (per block)"), recompute_of("selective (attention core)"), recompute_of(None)
+    ('full', 'attention', 'none')
+    """
+    words = (text or "none").lower()
+    if words.startswith("full"):
+        return "full"
+    if words.startswith("selective"):
+        return "attention" if "attention" in words else "ops"
+    return "none"
+
+
+def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Priced:
+    """The reference model's units at the row's sizes, priced."""
+    sizes = {
+        "b": row.mbs,
+        "s": row.seq,
+        "tp": layout.tp,
+        "cp": layout.cp,
+        "h": row.hidden,
+        "heads": row.heads,
+        "kv_heads": row.kv_heads or row.heads,
+        "head": row.hidden // row.heads,
+        "ffn": row.ffn,
+        "vocab": padded(row.vocab or VOCABULARY, layout.tp),
+    }
+    family = FAMILIES.get(row.ffn_type)
+    if family is None:
+        raise AutoparError(f"ffn_type {row.ffn_type!r} is not known. Legal: {', '.join(FAMILIES)}.")
+    dtype = "fp16" if row.precision.startswith("fp16") else "bf16"
+    structure = reference(family, row.ffn_type, layout, how, dtype)
+    units = structure(sizes)
+    device = cluster.chip.device()
+    prefix, layer, suffix = (unit_cost(units[name], how, device) for name in ("prefix", "layer", "suffix"))
+    boundary = 2.0 * row.mbs * row.seq * row.hidden / layout.cp
+    return Priced(prefix, layer, suffix, boundary, how, device, cluster.network())
+
+
+def reference(family: str, activation: str, layout: Layout, how: Recipe, dtype: str) -> Compiled:
+    """Closed forms of the units of one structure, as one function of the sizes."""
+    dropout = how.dropout and family == "gpt"
+    words = (family, layout.tp > 1, layout.sequence_parallel, layout.cp > 1, layout.tied, dtype, activation, dropout)
+    return _compiled(*words)
+
+
+@cache
+def _compiled(
+    family: str, tp: bool, sp: bool, cp: bool, tied: bool, dtype: str, activation: str, dropout: bool
+) -> Compiled:
+    return compiled(
+        reference_units(family, tp=tp, sp=sp, cp=cp, tied=tied, dtype=dtype, activation=activation, dropout=dropout)
+    )
+
+
+def padded(vocabulary: int, tp: int) -> int:
+    """A vocabulary padded to a multiple of 128 on each tensor rank, as Megatron-LM pads it.
+
+    >>> padded(50257, 8), padded(128256, 1)
+    (51200, 128256)
+    """
+    return -(-vocabulary // (128 * tp)) * 128 * tp

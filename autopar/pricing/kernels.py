@@ -1,0 +1,270 @@
+"""The kernels that a unit's ops become under a recipe, and what they take: from `Unit` and hardware to `UnitCost`.
+
+Matmuls and attention are kernels of their own. Between them, memory-bound ops of one *level* (the same number of such
+kernels before them on their longest way) are joined along the data: within a module where a kernel was written for
+it, across modules where a compiler did. A joined kernel reads what comes from outside and writes what is used outside;
+its backward recomputes the inside from what it read, so that the inside is not kept.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.pricing.recipe import FLASH, Recipe
+from autopar.solver.cost.device import Device
+from autopar.solver.work import Attend, Move, Op, Piece, Unit
+
+HEAVY = ("matmul", "attention", "conv")
+SMALL = 16  # statistics: a kept tensor with so many times fewer elements than the largest
+
+
+@dataclass
+class UnitCost:
+    """Seconds of one unit and one microbatch on one rank, and bytes that it keeps for backward.
+
+    ``forward_s``, ``backward_input_s`` and ``backward_weight_s``: compute; ``attention_s``: of the forward, what the
+    attention core takes. ``seconds``: compute of both ways by kind of kernel. ``saved``: bytes by storage; ``core``:
+    what of them lies inside the attention core; ``inputs``: activations that come from other units. ``working``: the
+    most that gradients of one kernel's operands and results take.
+    """
+
+    name: str
+    forward_s: float = 0.0
+    backward_input_s: float = 0.0
+    backward_weight_s: float = 0.0
+    attention_s: float = 0.0
+    matmul_forward_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    saved: dict[Any, float] = field(default_factory=dict)
+    core: dict[Any, float] = field(default_factory=dict)
+    inputs: dict[Any, float] = field(default_factory=dict)
+    products: float = 0.0  # bytes of the results of matmuls and attention
+    working: float = 0.0
+    elements: float = 0.0  # of its parameters
+    moves: tuple[tuple[Move, float], ...] = ()  # with the seconds of the heavy kernel that it could run beside
+
+    def add(self, kind: str, forward: float, backward: float, weight: float = 0.0) -> None:
+        """Seconds of one kernel."""
+        self.forward_s += forward
+        self.backward_input_s += backward
+        self.backward_weight_s += weight
+        self.seconds[kind] += forward + backward + weight
+
+
+def unit_cost(unit: Unit, recipe: Recipe, device: Device) -> UnitCost:
+    """What a unit with numeric sizes takes."""
+    cost = UnitCost(unit.name, elements=float(sum(_elements(p) for _, p in unit.parameters)))
+    made, beside = set(unit.made), 0.0
+    moves: list[tuple[Move, float]] = []
+    for entry in unit.entries:
+        if isinstance(entry, Move):
+            moves.append((entry, beside))
+        elif entry.kind == "attention":
+            beside = _attention(entry, recipe, device, cost)
+        elif entry.kind in HEAVY:
+            beside = _matmul(entry, recipe, device, cost)
+    cost.moves = tuple(moves)
+    for group in groups(unit, recipe):
+        _kernel(group, unit, device, cost)
+    for op in unit.ops:
+        for piece in (*op.reads, *op.kept):
+            if piece.key not in made and not piece.weight and piece.floating:
+                cost.inputs[piece.key] = max(cost.inputs.get(piece.key, 0.0), float(piece.nbytes))
+    return cost
+
+
+def _elements(piece: Piece) -> float:
+    return float(piece.elements)
+
+
+def _matmul(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> float:
+    """Seconds of its forward. Gradients of weights are added to what is there: inside the matmul or by a kernel."""
+    ways = [sum(device.matmul_s(p.batch, p.m, p.n, p.k, p.dtype) for p in way) for way in
+            (op.forward, op.backward_input, op.backward_weight)]  # fmt: skip
+    forward, backward, weight = (float(w) for w in ways)
+    elements = sum(_elements(p) for p in op.reads if p.weight) if op.backward_weight else 0.0
+    added = 2 * recipe.gradient * elements
+    if recipe.fused_accumulation:
+        weight = max(weight, device.memory_s(added)) if added else weight
+    else:
+        weight += device.memory_s(added + recipe.weight * elements) if added else 0.0
+    biased = any(p.weight and len(p.shape) == 1 for p in op.reads)
+    if biased and op.backward_weight:
+        weight += device.memory_s(sum(float(p.nbytes) for p in op.writes))
+    cost.add("matmul", forward, backward, weight)
+    cost.matmul_forward_s += forward
+    _keep(cost, op.kept)
+    cost.products += sum(float(p.nbytes) for p in op.writes)
+    both = sum(float(p.nbytes) for p in (*op.reads, *op.writes) if not p.weight)
+    cost.working = max(cost.working, both)
+    return forward
+
+
+def _keep(cost: UnitCost, kept: Iterable[Piece]) -> None:
+    for piece in kept:
+        if not piece.weight:
+            cost.saved[piece.key] = max(cost.saved.get(piece.key, 0.0), float(piece.nbytes))
+
+
+def _attention(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> float:
+    assert op.attend is not None
+    if recipe.attention in FLASH:
+        a = op.attend
+        forward = float(device.attention_s(recipe.attention, a, backward=False))
+        backward = float(device.attention_s(recipe.attention, a, backward=True))
+        _keep(cost, op.kept)
+        core = [p for p in op.kept if p.key in {w.key for w in op.writes}]
+        cost.core |= {p.key: float(p.nbytes) for p in core}
+    else:
+        forward, backward = _scores(op, op.attend, recipe, device, cost)
+    cost.add("attention", forward, backward)
+    cost.attention_s += forward
+    cost.products += sum(float(p.nbytes) for p in op.writes)
+    return forward
+
+
+def _scores(op: Op, a: Attend, recipe: Recipe, device: Device, cost: UnitCost) -> tuple[float, float]:
+    """Attention whose scores are written out: two matmuls, and between them softmax and dropout over all scores.
+
+    A fused softmax scales, masks and normalises in one kernel; else each does so alone, the softmax in fp32.
+    """
+    size = 2 if a.dtype in ("bf16", "fp16") else 4
+    scores = float(a.batch * a.heads * a.queries * a.keys)
+    heads = a.batch * a.heads
+    mixed = device.matmul_s(heads, a.queries, a.head, a.keys, a.dtype)
+    scored = device.matmul_s(heads, a.queries, a.keys, a.head, a.dtype)
+    fused = recipe.attention == "fused_softmax"
+    passes = [2 * size] if fused else [2 * size, 2 * size, size + 4, 8, 4 + size]  # scale, mask, cast, softmax, cast
+    back = [3 * size] if fused else [4 + size, 12, size + 4, 2 * size, 2 * size]
+    kept = {"probabilities": size * scores} if fused else {"probabilities": 4 * scores, "cast": size * scores}
+    if recipe.dropout:
+        passes.append(2 * size + 1)
+        back.append(2 * size + 1)
+        kept |= {"mask": scores, "dropped": size * scores}
+        kept.pop("cast", None)
+    forward = scored + mixed + sum(device.memory_s(n * scores) for n in passes)
+    backward = 2 * scored + 2 * mixed + sum(device.memory_s(n * scores) for n in back)
+    cost.core |= {(op.module, name): nbytes for name, nbytes in kept.items()}
+    cost.saved |= cost.core
+    _keep(cost, (p for p in op.reads if p.floating))
+    cost.working = max(cost.working, 2 * size * scores)
+    return float(forward), float(backward)
+
+
+def groups(unit: Unit, recipe: Recipe) -> list[list[Op]]:
+    """The memory-bound ops, joined to kernels; views make none."""
+    ops = list(unit.ops)
+    level, owner = _levels(ops)
+    home: dict[int, int] = {}
+
+    def find(i: int) -> int:
+        while home.setdefault(i, i) != i:
+            i = home[i]
+        return i
+
+    for i, op in enumerate(ops):
+        if op.kind in HEAVY:
+            continue
+        for j in _sources(ops, owner, i):
+            if ops[j].kind in HEAVY or level[i] != level[j]:
+                continue
+            if recipe.compiled or (op.module == ops[j].module) or "view" in (op.kind, ops[j].kind):
+                home[find(i)] = find(j)
+    joined: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        if op.kind not in HEAVY and op.kind != "view":
+            joined[find(i)].append(i)
+    found: list[list[Op]] = []
+    for members in joined.values():
+        group = [ops[i] for i in members]
+        if recipe.compiled or _class(group) in recipe.fused:
+            found.append(group)
+        else:
+            found += [[op] for op in group]
+    return found
+
+
+def _class(group: Sequence[Op]) -> str:
+    kinds = {op.kind for op in group}
+    if "loss" in kinds:
+        return "loss"
+    return "norm" if kinds & {"reduction", "norm"} else "pointwise"
+
+
+def _levels(ops: Sequence[Op]) -> tuple[list[int], dict[int, list[int]]]:
+    """How many heavy kernels lie before each op on its longest way; and who writes each storage, in order."""
+    level: list[int] = []
+    owner: dict[int, list[int]] = defaultdict(list)
+    for i, op in enumerate(ops):
+        before = _sources(ops, owner, i)
+        level.append(max((level[j] + (ops[j].kind in HEAVY) for j in before), default=0))
+        for piece in op.writes:
+            owner[piece.key].append(i)
+    return level, owner
+
+
+def _sources(ops: Sequence[Op], owner: Mapping[int, list[int]], i: int) -> list[int]:
+    """The ops before ``i`` that wrote what it reads."""
+    found = []
+    for piece in ops[i].reads:
+        earlier = [j for j in owner.get(piece.key, ()) if j < i]
+        if earlier:
+            found.append(earlier[-1])
+    return found
+
+
+def _kernel(group: Sequence[Op], unit: Unit, device: Device, cost: UnitCost) -> None:
+    """One kernel forward and one backward of a group of memory-bound ops."""
+    inside = {id(op) for op in group}
+    written = {p.key: p for op in group for p in op.writes}
+    outside = {p.key for op in unit.ops if id(op) not in inside for p in op.reads}
+    reads = _largest(p for op in group for p in op.reads if p.key not in written)
+    used = {p.key for op in group for p in op.reads}
+    leaves = {k: p for k, p in written.items() if k in outside or k not in used}
+    forward = sum(float(p.nbytes) for p in reads.values()) + sum(float(p.nbytes) for p in leaves.values())
+    kept = _kept(group, reads, written, leaves)
+    cost_backward = 0.0
+    if any(op.grad for op in group):
+        gradients = [float(p.nbytes) for p in (*leaves.values(), *reads.values()) if p.floating and _varies(p, group)]
+        cost_backward = sum(gradients) + sum(float(p.nbytes) for p in kept)
+        cost.working = max(cost.working, sum(gradients))
+    _keep(cost, kept)
+    kind = "loss" if _class(group) == "loss" else "memory"
+    cost.add(kind, device.memory_s(forward), device.memory_s(cost_backward) if cost_backward else 0.0)
+
+
+def _varies(piece: Piece, group: Sequence[Op]) -> bool:
+    return True
+
+
+def _largest(pieces: Iterable[Piece]) -> dict[int, Piece]:
+    found: dict[int, Piece] = {}
+    for piece in pieces:
+        if piece.key not in found or float(piece.nbytes) > float(found[piece.key].nbytes):
+            found[piece.key] = piece
+    return found
+
+
+def _kept(
+    group: Sequence[Op], reads: Mapping[int, Piece], written: Mapping[int, Piece], leaves: Mapping[int, Piece]
+) -> list[Piece]:
+    """What a kernel keeps: of a single op, what autograd does; of several, the outside tensors, statistics and masks."""
+    kept = _largest(p for op in group for p in op.kept)
+    if len(group) == 1:
+        return list(kept.values())
+    most = max((_elements(p) for p in (*reads.values(), *written.values())), default=0.0)
+    found: list[Piece] = []
+    lost = False
+    for key, piece in kept.items():
+        inside = key not in reads and key not in leaves
+        if inside and piece.floating and _elements(piece) * SMALL > most:
+            lost = True
+        else:
+            found.append(piece)
+    if lost:
+        known = {p.key for p in found}
+        found += [p for k, p in reads.items() if p.floating and k not in known]
+    return found

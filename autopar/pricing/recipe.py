@@ -1,0 +1,135 @@
+"""What a training run is besides its model and its layout: kernels, precisions, what is overlapped with what.
+
+A property that a run's report does not state is the default of its framework at that time. The table below is the
+whole list; nothing else depends on where a run comes from.
+
+>>> recipe("nemo").attention, recipe("megatron", attention_kernel="flash2").attention
+('cudnn', 'flash2')
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.errors import AutoparError
+
+EVERY_OP, WITHIN_MODULES, COMPILED = "eager", "modules", "compiled"
+ATTENTION = ("eager", "fused_softmax", "flash1", "flash2", "cudnn", "flash3")
+FLASH = ATTENTION[2:]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``attention``: one of `ATTENTION`. ``fused``: which runs of memory-bound ops are one kernel, "norm" (with a
+    reduction inside), "pointwise", "loss"; ``compiled``: all of a run, across modules.
+
+    Bytes of each parameter: ``weight`` as computed with, ``gradient`` as accumulated and reduced, ``optimizer`` all
+    states with the fp32 master copy. ``resting``: the dtype bytes of a parameter between steps where it is not the
+    weight itself (0: the weight is all there is).
+    """
+
+    attention: str = "flash2"
+    fused: frozenset[str] = frozenset()
+    compiled: bool = False
+    dropout: bool = False
+    weight: int = 2
+    gradient: int = 4
+    optimizer: int = 12
+    fused_accumulation: bool = True  # a weight gradient is added inside its matmul
+    overlap_reduce: bool = False  # gradients over the data axis, with the last backward
+    overlap_gather: bool = False  # parameters of a sharded optimizer, with the first forward
+    overlap_send: bool = False  # activations between stages
+    overlap_tensor: bool = False  # tensor-parallel collectives, with the matmul beside them
+    scatter_send: bool = False  # each tensor rank sends its part, gathered again inside the node
+    fp32_logits: bool = True
+    source: str = ""
+
+
+HAND_WRITTEN = frozenset({"norm", "pointwise", "loss"})
+FRAMEWORKS = {
+    "megatron": Recipe(
+        attention="fused_softmax",
+        fused=frozenset({"norm", "pointwise"}),
+        dropout=True,
+        scatter_send=True,
+        source="Megatron-LM 2021-22: fused softmax, layer norm, bias-gelu; fp32 main gradients; dropout 0.1",
+    ),
+    "zerobubble": Recipe(
+        attention="fused_softmax",
+        fused=frozenset({"norm", "pointwise"}),
+        dropout=True,
+        source="Megatron-LM 2023, as megatron",
+    ),
+    "vtrain": Recipe(
+        attention="fused_softmax",
+        fused=frozenset({"norm", "pointwise"}),
+        dropout=True,
+        source="Megatron-DeepSpeed, as megatron",
+    ),
+    "nemo": Recipe(
+        attention="cudnn",
+        fused=HAND_WRITTEN,
+        overlap_reduce=True,
+        overlap_gather=True,
+        overlap_send=True,
+        source="NeMo with Transformer Engine on H100: cuDNN attention, fused norms, swiglu, rotary, cross-entropy",
+    ),
+    "nanotron": Recipe(
+        attention="flash2",
+        fused=frozenset({"norm"}),
+        source="nanotron 2024: flash-attention 2 and its rotary and norm kernels; fp32 gradient accumulation",
+    ),
+    "aleph_alpha": Recipe(
+        attention="flash2",
+        source="Hagemann et al. 2023: own framework on PyTorch; ZeRO-1; kernels stated per row",
+    ),
+    "fsdp1": Recipe(
+        attention="flash1",
+        fused=frozenset({"norm", "loss"}),
+        gradient=4,
+        optimizer=12,
+        overlap_reduce=True,
+        overlap_gather=True,
+        source="llm-foundry v0.0.4: triton flash attention (version 1), fused cross-entropy, low-precision norms",
+    ),
+    "torchtitan": Recipe(
+        attention="flash2",
+        gradient=4,
+        optimizer=8,
+        overlap_reduce=True,
+        overlap_gather=True,
+        source="torchtitan 2024-12: SDPA with flash-attention 2, FSDP2, fp32 parameters",
+    ),
+    "maxtext": Recipe(
+        attention="cudnn", fused=HAND_WRITTEN, compiled=True, overlap_reduce=True, overlap_gather=True, source="XLA"
+    ),
+}
+
+
+def recipe(framework: str | None, **stated: Any) -> Recipe:
+    """The recipe of a framework (None: megatron) with what a run states of itself; None: not stated.
+
+    Raises AutoparError for a framework that is not in the table, or an attention kernel nobody has figures of.
+    """
+    name = framework or "megatron"
+    if name not in FRAMEWORKS:
+        raise AutoparError(f"run.source_kind {name!r} is not known. Legal: {', '.join(FRAMEWORKS)}.")
+    found = FRAMEWORKS[name]
+    kernel = stated.get("attention_kernel")
+    if kernel is not None:
+        kernel = {"torch": "eager"}.get(kernel, kernel)
+        if kernel not in ATTENTION:
+            raise AutoparError(f"run.attention_kernel {kernel!r} is not known. Legal: torch, {', '.join(ATTENTION)}.")
+        found = replace(found, attention=kernel)
+    if stated.get("fused_norm") is not None:
+        fused = found.fused | {"norm"} if stated["fused_norm"] else found.fused - {"norm"}
+        found = replace(found, fused=fused)
+    for key, field in (("compile", "compiled"), ("tp_overlap", "overlap_tensor"), ("grad_bytes", "gradient")):
+        if stated.get(key) is not None:
+            found = replace(found, **{field: stated[key]})
+    if stated.get("async_tp"):
+        found = replace(found, overlap_tensor=True)
+    if stated.get("dropout") is not None:
+        found = replace(found, dropout=bool(stated["dropout"]))
+    return found

@@ -129,10 +129,11 @@ def completed(
     divided: Collection[str],
     cut: Collection[str],
     shares: Collection[str] = (),
-    dims: Mapping[str, int] = MappingProxyType({}),
+    dims: Mapping[str, int | None] = MappingProxyType({}),
 ) -> tuple[fx.GraphModule, list[tuple[str, Undivided]], _Obliged]:
     """``divided``: axes that divide work; ``cut``: those along the sequence; ``shares``: of the first those that cut
-    what lies around a residual stream along it; ``dims``: the dim that the divided axes cut of parameters, by name."""
+    what lies around a residual stream along it; ``dims``: the dim that the divided axes cut of parameters, by name
+    (None: none)."""
     captured, gm = prepared.captured, copy_graph(prepared.body)
     parameters, batched = frozenset(captured.parameters), frozenset(i.name for i in captured.inputs if i.batch)
     weights, named = weights_of(gm, parameters), {a.name for a in mesh.axes}
@@ -178,16 +179,14 @@ def _shared_only(limits: Mapping[fx.Node, Limit]) -> Keep:
     return keep
 
 
-def _dims_only(dims: Mapping[str, int], otherwise: Keep | None) -> Keep:
+def _dims_only(dims: Mapping[str, int | None], otherwise: Keep | None) -> Keep:
     """Of what an op that reads one of these parameters may do on a divided axis, what cuts it so."""
 
     def keep(op: fx.Node, offered: list[Option], axis: int) -> list[Option]:
         named = [(slot, dims[str(o.target)]) for slot, o in enumerate(operand_nodes(op)) if str(o.target) in dims]
-        if not named:
-            return otherwise(op, offered, axis) if otherwise is not None else offered
         kept = [o for o in offered if all(o[1].operands[slot].dim_of(axis) == dim for slot, dim in named)]
         assert kept, f"{op}: cannot cut {named}"
-        return kept
+        return otherwise(op, kept, axis) if otherwise is not None else kept
 
     return keep
 

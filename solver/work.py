@@ -7,7 +7,7 @@ Nothing here knows a device. Sizes are ints for one run, or sympy expressions in
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import sympy
@@ -188,6 +188,29 @@ class Unit:
     def moves(self) -> Iterator[Move]:
         """Its moves."""
         return (entry for entry in self.entries if isinstance(entry, Move))
+
+
+def gathered_again(unit: Unit, axis: str = "tp") -> Unit:
+    """The unit as Megatron-LM runs it: of an activation that an axis gathers, backward keeps the piece, and gathers it
+    a second time.
+
+    >>> piece, whole = Piece(0, (4,), 2), Piece(1, (8,), 2)
+    >>> move = Move("", "tp", "all_gather", whole, "reduce_scatter", whole, False, piece, whole)
+    >>> linear = Op("aten.linear", "", "matmul", kept=(whole,))
+    >>> again = gathered_again(Unit("layer", (move, linear), (), frozenset({1})))
+    >>> [m.again for m in again.moves], [op.kept[0].nbytes for op in again.ops]
+    ([True], [8])
+    """
+    gathers = [m for m in unit.moves if m.kind == "all_gather" and m.axis == axis and not m.weight]
+    sources = {m.result.key: m.source for m in gathers}
+    kept = {p.key for op in unit.ops for p in op.kept}
+    entries = tuple(
+        replace(entry, kept=tuple(sources.get(p.key, p) for p in entry.kept))
+        if isinstance(entry, Op)
+        else replace(entry, again=entry in gathers and entry.result.key in kept)
+        for entry in unit.entries
+    )
+    return replace(unit, entries=entries)
 
 
 def product(sizes: tuple[Size, ...]) -> Size:

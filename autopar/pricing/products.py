@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -138,7 +139,8 @@ def _matmul(a: Shape, b: Shape) -> tuple[int, int, int, int]:
         return 1, math.prod(a[:-1]), b[1] if len(b) == 2 else 1, a[-1]
     if len(a) <= 2:
         return math.prod(b[:-2]), a[0] if len(a) == 2 else 1, b[-1], a[-1]
-    return math.prod(torch.broadcast_shapes(a[:-2], b[:-2])), a[-2], b[-1], a[-1]
+    batch = math.prod(max(pair) for pair in zip_longest(a[-3::-1], b[-3::-1], fillvalue=1))  # broadcast
+    return batch, a[-2], b[-1], a[-1]
 
 
 def _einsum(equation: str, shapes: Sequence[Shape]) -> tuple[int, int, int, int]:

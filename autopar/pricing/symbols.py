@@ -74,7 +74,7 @@ def _units(structure: Structure) -> Mapping[str, Unit]:
 def _prime_sizes(structure: Structure) -> tuple[Sizes, dict[str, tuple[int, ...]]]:
     """Sizes for a structure, and the prime factors of each symbol, its own first."""
     tp, cp = (PRIMES["tp"],) * structure.tp, (PRIMES["cp"],) * structure.cp
-    signs = {name: (PRIMES[name],) for name in ("b", "h")}
+    signs: dict[str, tuple[int, ...]] = {name: (PRIMES[name],) for name in ("b", "h")}
     signs |= {name: (PRIMES[name], *tp) for name in ("ffn", "vocab")}
     signs |= {"s": (PRIMES["s"], *tp, *cp), "head": (PRIMES["head"], 2)}
     if structure.family == "gpt":
@@ -118,7 +118,8 @@ def with_sizes(thing: T, f: Callable[[Any], Any]) -> T:
     >>> with_sizes(Piece(7, (2, 3), 4), lambda n: n * 10)
     Piece(key=7, shape=(20, 30), itemsize=4, floating=True, weight=False)
     """
-    return _filler(thing, f)()
+    made: T = _filler(thing, f)()
+    return made
 
 
 def _filler(thing: Any, f: Callable[[Any], Any]) -> Callable[[], Any]:
@@ -127,11 +128,12 @@ def _filler(thing: Any, f: Callable[[Any], Any]) -> Callable[[], Any]:
         key, shape, itemsize, floating, weight = thing.key, thing.shape, thing.itemsize, thing.floating, thing.weight
         return lambda: Piece(key, tuple([f(n) for n in shape]), itemsize, floating, weight)
     if isinstance(thing, Product):
-        product = (thing.batch, thing.m, thing.n, thing.k)
-        return lambda: Product(*[f(n) for n in product], thing.dtype)
+        product, dtype = (thing.batch, thing.m, thing.n, thing.k), thing.dtype
+        return lambda: Product(*map(f, product), dtype=dtype)
     if isinstance(thing, Attend):
         attend = (thing.batch, thing.heads, thing.kv_heads, thing.queries, thing.keys, thing.head)
-        return lambda: Attend(*[f(n) for n in attend], thing.dtype, thing.causal)
+        dtype, causal = thing.dtype, thing.causal
+        return lambda: Attend(*map(f, attend), dtype=dtype, causal=causal)
     if isinstance(thing, tuple):
         return _filler_of(tuple, [_filler(x, f) for x in thing], listed=True)
     if isinstance(thing, (Op, Move, Unit)):

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_map
 
 from autopar.choosing.wiring import weights_of
 from autopar.passes.emit import Emitter
-from autopar.passes.facts import KEY, Fact, Value, fact, operand_nodes, value
+from autopar.passes.facts import KEY, Fact, Value, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
 from autopar.passes.lower import Lowerable
 from autopar.passes.make_local import lower_node
@@ -155,8 +156,9 @@ class _Rank:
         writes = tuple(p for p in results if p is not None and p.key not in reads)
         kind, shapes = kind_of(node, is_view=not writes), [p.shape for p in operands]
         attend = attend_of(node, shapes)
-        if attend is not None:  # that a piece of the sequence is masked is no part of the kernel
-            kept = {k: p for k, p in kept.items() if k in reads or k not in made or (p.floating and not p.weight)}
+        if attend is not None:  # the mask that tells one piece of the sequence from another is no part of the kernel
+            inside = {p.key for n in new for p in self.pieces[n] if p is not None} - {p.key for p in writes}
+            kept = {k: p for k, p in kept.items() if k in reads or (k in made and k not in inside)}
         needs = [(value(o).grad, o in self.weights) for o in nodes]
         forward, inputs, weights = products_of(node, shapes, needs, [p.shape for p in results if p is not None])
         if kind == "lookup":
@@ -175,6 +177,21 @@ class _Rank:
             grad=any(v is not None and v.grad for v in known.values),
         )
         self.found.append((known.fqn, op, tuple(made)))
+        if kind == "loss":
+            self._reduced_over_vocabulary(node, operands[0])
+
+    def _reduced_over_vocabulary(self, node: fx.Node, logits: Piece) -> None:
+        """The reductions inside a loss whose vocabulary is cut: each row's maximum, then two sums."""
+        chosen = fact(node).strategy
+        assert chosen is not None
+        for axis, choice in enumerate(chosen.choices):
+            if choice.kind == "special":
+                for count in (1, 2):
+                    piece = Piece(len(self.stored), (count, *logits.shape[:-1]), 4)
+                    self.stored.append(piece)
+                    name, path = self.mesh.axes[axis].name, fact(node).fqn
+                    move = Move(path, name, "all_reduce", piece, "", None, False, piece, piece)
+                    self.found.append((path, move, (piece.key,)))
 
     def _piece(self, node: fx.Node) -> Piece:
         (piece,) = self.pieces[self.emitter.env[node]]
@@ -189,7 +206,8 @@ class _Rank:
             assert isinstance(whole, fx.Node) and isinstance(index, int)
             self._hold(n, (self.pieces[whole][index],), grad=grad)
             return []
-        seen, first = observe(call_of(n)).saves, len(self.stored)
+        args = tree_map(lambda a: 0 if isinstance(a, fx.Node) and not is_tensor(a) else a, (n.args, n.kwargs))
+        seen, first = observe(call_of(n, args=args)).saves, len(self.stored)
         operands = [self.pieces[o][0] for o in operand_nodes(n)]
         pieces: list[Piece | None] = []
         for i, val in enumerate(_vals(n)):
@@ -216,9 +234,9 @@ def _vals(n: fx.Node) -> tuple[Any, ...]:
 
 
 def _taken(reads: Mapping[int, Piece], writes: Sequence[Piece]) -> dict[int, Piece]:
-    """What a lookup reads: of its table (the largest operand) as much as it makes."""
-    table = max(reads.values(), key=lambda p: p.nbytes)
-    return {k: replace(p, shape=writes[0].shape) if p is table and writes else p for k, p in reads.items()}
+    """What a lookup reads: of its table, the first operand, as much as it makes."""
+    table = next(iter(reads), None)
+    return {k: replace(p, shape=writes[0].shape) if k == table and writes else p for k, p in reads.items()}
 
 
 def _cut(rank: _Rank) -> list[Unit]:

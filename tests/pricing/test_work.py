@@ -1,0 +1,140 @@
+"""Units of reference models: closed forms against what is read off at real sizes, published counts, and torch's own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import sympy
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from autopar.errors import AutoparError
+from autopar.pricing.reference import Sizes, Structure, laid_out, model_of
+from autopar.pricing.symbols import SYMBOLS, compiled, decoded, reference_units
+from autopar.pricing.work import units_of
+from autopar.solver.work import Move, Op, Unit, gathered_again
+
+B, S, H, A, T, F = (SYMBOLS[name] for name in ("b", "s", "h", "heads", "tp", "ffn"))
+LLAMA = Sizes(b=3, s=32, h=48, heads=8, kv_heads=4, head=6, ffn=40, vocab=96)
+GPT = Sizes(b=3, s=32, h=48, heads=8, kv_heads=8, head=6, ffn=64, vocab=96)
+
+
+@pytest.mark.parametrize(
+    ("family", "tp", "sp", "cp"),
+    [
+        ("llama", 1, False, 1),
+        ("llama", 2, False, 1),
+        ("llama", 4, True, 1),
+        ("llama", 2, True, 2),
+        ("gpt", 1, False, 1),
+        ("gpt", 2, True, 1),
+        ("gpt", 4, False, 1),
+        ("gpt", 1, False, 2),
+    ],
+)
+def test_closed_forms_are_what_is_read_off_at_real_sizes(family: str, tp: int, sp: bool, cp: int) -> None:
+    sizes = replace(LLAMA if family == "llama" else GPT, tp=tp, cp=cp)
+    structure = Structure(family, tp > 1, sp, cp > 1, dropout=family == "gpt")
+    units = reference_units(family, tp=tp > 1, sp=sp, cp=cp > 1, dropout=family == "gpt")
+    prefix, _, layer, suffix = units_of(laid_out(structure, sizes))
+    named = {"prefix": prefix, "layer": replace(layer, name="layer"), "suffix": suffix}
+    assert compiled(units)(sizes.__dict__) == named
+
+
+def kept_bytes(unit: Unit) -> sympy.Expr:
+    """Bytes of activations that a unit keeps, each storage once; those of rows without width (statistics) aside."""
+    pieces = {p.key: p for op in unit.ops for p in op.kept if not p.weight}
+    sizes = [sympy.sympify(p.nbytes).subs({SYMBOLS["head"]: H / A, F: 4 * H}) for p in pieces.values()]
+    return sum((n for n in map(sympy.simplify, sizes) if H in n.free_symbols), sympy.Integer(0))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 34 * S * B * H),
+        ({"tp": True}, S * B * H * (10 + 24 / T)),
+        ({"tp": True, "sp": True}, 34 * S * B * H / T),
+    ],
+)
+def test_a_gpt_layer_keeps_what_korthikanti_counts(options: dict[str, bool], expected: sympy.Expr) -> None:
+    layer = reference_units("gpt", dropout=True, **options)["layer"]
+    assert sympy.simplify(kept_bytes(gathered_again(layer)) - expected) == 0
+
+
+def test_the_program_as_we_run_it_keeps_gathered_inputs_whole() -> None:
+    layer = reference_units("gpt", tp=True, sp=True, dropout=True)["layer"]
+    assert sympy.simplify(kept_bytes(layer) - S * B * H * (4 + 30 / T)) == 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt"])
+def test_products_are_those_that_torch_counts(family: str) -> None:
+    sizes = LLAMA if family == "llama" else GPT
+    structure = Structure(family, dtype="fp32")
+    model = model_of(structure, sizes).to_empty(device="cpu")
+    ids = torch.zeros(sizes.b, sizes.s, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(ids, ids).backward()
+    found = counter.get_flop_counts()["Global"]
+    counted = sum(n for op, n in found.items() if str(op).split(".")[1] in ("mm", "addmm", "bmm", "baddbmm"))
+    units = units_of(laid_out(structure, sizes))
+    ops = [op for unit in units for op in unit.ops]
+    products = [p for op in ops for p in (*op.forward, *op.backward_input, *op.backward_weight)]
+    assert sum(int(p.flops) for p in products) == counted
+
+
+def test_attention_is_recognised() -> None:
+    (attend,) = (op.attend for op in reference_units("llama", tp=True, cp=True)["layer"].ops if op.attend)
+    cp, kv_heads = SYMBOLS["cp"], SYMBOLS["kv_heads"]
+    assert (attend.heads, attend.kv_heads, attend.queries, attend.keys) == (A / T, kv_heads / T, S / cp, S)
+    assert attend.causal and attend.dtype == "bf16"
+
+
+def test_a_layer_moves_what_megatron_does() -> None:
+    def moves(**options: bool) -> list[tuple[str, str]]:
+        entries = reference_units("llama", tp=True, **options)["layer"].entries
+        return [(e.kind, e.backward) for e in entries if isinstance(e, Move)]
+
+    assert moves() == [("", "all_reduce"), ("all_reduce", "")] * 2
+    assert moves(sp=True) == [("all_gather", "reduce_scatter"), ("reduce_scatter", "all_gather")] * 2
+
+
+def test_every_parameter_is_in_a_unit_once_and_cut_over_tensor_ranks() -> None:
+    sizes = replace(LLAMA, tp=4)
+    units = compiled(reference_units("llama", tp=True))(sizes.__dict__)
+    named = [(name, piece) for unit in units.values() for name, piece in unit.parameters]
+    parameters = {n: p for n, p in model_of(Structure("llama"), sizes).named_parameters() if ".0." not in n}
+    assert sorted(n for n, _ in named) == sorted(parameters)
+    whole = {n for n, piece in named if piece.elements == parameters[n].numel()}
+    assert whole == {n for n in parameters if "norm" in n}
+    assert all(piece.elements * 4 == parameters[n].numel() for n, piece in named if n not in whole)
+
+
+def test_a_loss_over_a_cut_vocabulary_reduces_its_rows() -> None:
+    suffix = reference_units("gpt", tp=True)["suffix"]
+    moved = [m.piece.nbytes for m in suffix.moves if m.axis == "tp" and m.kind == "all_reduce"]
+    assert moved == [4 * B * S, 8 * B * S]
+
+
+def test_storages_are_made_once_and_read_where_they_are() -> None:
+    layer = reference_units("llama")["layer"]
+    outside = {p.key for op in layer.ops for p in op.reads if not p.weight} - layer.made
+    written = [p.key for e in layer.entries if isinstance(e, Op) for p in e.writes]
+    assert len(written) == len(set(written)) and set(written) <= layer.made
+    assert len(outside) == 3  # the residual stream, cosines and sines
+
+
+def test_what_is_no_product_of_symbols_is_an_error() -> None:
+    with pytest.raises(ValueError, match="143 is no product of b: 13 to the power 1 is left"):
+        decoded(143, {"b": (11,)})
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_unknown_structures_are_refused(family: str) -> None:
+    with pytest.raises(AutoparError, match="activation 'tanh'"):
+        reference_units(family, activation="tanh")
+
+
+def test_missing_sizes_are_named() -> None:
+    with pytest.raises(AutoparError, match="ffn, h not given"):
+        compiled(reference_units("llama"))({"b": 1, "s": 2, "heads": 2, "kv_heads": 1, "head": 4, "vocab": 8})

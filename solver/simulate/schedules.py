@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from autopar.errors import AutoparError
 from autopar.solver.simulate.actions import Action, Schedule, Seconds
@@ -49,15 +50,25 @@ def schedule(
 
 def _alternating(rank: int, ranks: int, microbatches: int, chunks: int) -> list[Action]:
     """Some forwards, then a forward and a backward in turn, then the backwards that are left."""
-    forward, backward = _groups("F", ranks, microbatches, chunks), _groups("B", ranks, microbatches, chunks)
-    ahead = ranks - rank - 1 if chunks == 1 else 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+    groups = _groups(ranks, microbatches)
+    forward: list[Action] = [("F", c, m) for group in groups for c in range(chunks) for m in group]
+    backward: list[Action] = [("B", c, m) for group in groups for c in range(chunks)[::-1] for m in group]
+    ahead = ranks - rank - 1
+    if chunks > 1:
+        ahead = 2 * ahead + (chunks - 1) * max(len(group) for group in groups)
     ahead = min(ahead, len(forward))
     pairs = [action for both in zip(forward[ahead:], backward) for action in both]
     return forward[:ahead] + pairs + backward[len(forward) - ahead :]
 
 
-def _groups(letter: str, ranks: int, microbatches: int, chunks: int) -> list[Action]:
-    """All chunks of the first ``ranks`` microbatches, then of the next; backwards from the last chunk."""
-    order = range(chunks) if letter == "F" else range(chunks)[::-1]
-    starts = range(0, microbatches, ranks)
-    return [(letter, c, m) for at in starts for c in order for m in range(at, min(at + ranks, microbatches))]
+def _groups(ranks: int, microbatches: int) -> list[range]:
+    """The microbatches that go through one chunk after the other: ``ranks`` of them, or a few more where that does
+    not divide them, as fewer would leave a rank waiting for itself.
+
+    >>> _groups(4, 8), _groups(4, 11), _groups(4, 3)
+    ([range(0, 4), range(4, 8)], [range(0, 6), range(6, 11)], [range(0, 3)])
+    """
+    count = max(1, microbatches // ranks)
+    each, more = divmod(microbatches, count)
+    starts = [i * each + min(i, more) for i in range(count + 1)]
+    return [range(a, b) for a, b in pairwise(starts)]

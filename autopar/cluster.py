@@ -84,15 +84,9 @@ class Cluster:
         return Network(self.name, tuple(t.lane() for t in self.tiers), lines)
 
     def link(self, kind: str, size: int, stride: int) -> tuple[float, float]:
-        """Latency in seconds and bus bandwidth in bytes/s of a collective (one of `KINDS`) over an axis: the smallest
-        message and the rate of large ones of `network`, a straight line for those who need one."""
-        tier = self.tier_of(size, stride)
-        if kind not in tier.collectives:
-            legal = ", ".join(tier.collectives)
-            raise AutoparError(f"cluster {self.name}: tier {tier.name} has no figure for {kind!r}. Legal: {legal}.")
-        if tier is self.tiers[0]:
-            return tier.collectives[kind].line(kind, size)
-        return self._network.latency(kind, size, stride), self._network.bandwidth(kind, size, stride)
+        """Latency in seconds and bus bandwidth in bytes/s of a collective (one of `KINDS`) over an axis: the line of
+        `network`."""
+        return self._network.line(kind, size, stride)
 
     def with_fabric(self, gbps_per_node: float) -> Cluster:
         """With NICs of ``gbps_per_node`` Gbit/s a node in all: every rank's share of the outermost tier, and what its

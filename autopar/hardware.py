@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal
 
-import numpy as np
-
 from autopar.errors import AutoparError
-from autopar.solver.cost import Device, Grid, Lane, Samples, share
+from autopar.solver.cost import Device, Grid, Lane, Samples
 
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
@@ -193,20 +191,6 @@ class Link:
     bandwidth: Figure
     latency: Figure
     curves: Mapping[str, Curve] = field(default_factory=dict)
-
-    def line(self, kind: str, ranks: int) -> tuple[float, float]:
-        """(latency, bus bandwidth) of a group of ``ranks``; of the nearest number of ranks that is measured."""
-        if not self.curves:
-            return self.latency.value, self.bandwidth.value
-        sizes = sorted(int(n) for n in self.curves)
-        near = min(sizes, key=lambda n: abs(np.log(n / max(ranks, 1))))
-        first, last = (self._ends(kind, n) for n in (near, sizes[-1]))
-        return self.latency.value * first[0] / last[0], self.bandwidth.value * first[1] / last[1]
-
-    def _ends(self, kind: str, ranks: int) -> tuple[float, float]:
-        points = self.curves[str(ranks)].points
-        nbytes, seconds = points[-1]
-        return points[0][1], share(kind, ranks) * nbytes / seconds
 
 
 @dataclass(frozen=True)

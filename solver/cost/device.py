@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from autopar.errors import AutoparError
+from autopar.solver.cost.either import symbolic
 from autopar.solver.cost.tables import Grid, Samples
 
 BACKWARD = 2.5  # FLOPs of attention's backward over those of forward: five matmuls to two
@@ -66,9 +67,12 @@ class Device:
 
         The measured table by shape, no faster than the best rate and than memory. A dtype without a table takes
         another's: its time scales with the ratio of the peaks, and its k counts in bytes (so do fp8's measured rates).
-        The clock of a long run is lower than that of a burst: what exceeds a launch is divided by ``sustained``.
+        The clock of a long run is lower than that of a burst: what exceeds a launch is divided by ``sustained``. For
+        symbols, the launch and the FLOPs at the best rate.
         """
         flops, itemsize = 2.0 * batch * m * n * k, self.itemsizes[dtype]
+        if symbolic(flops):
+            return self.launch_s + flops / (self.rates[dtype] * self.sustained)
         least = np.maximum(flops / self.rates[dtype], self.launch_s)
         if self.grids:
             table = dtype if dtype in self.grids else next(iter(self.grids))
@@ -100,7 +104,7 @@ class Device:
 
     def memory_s(self, nbytes: Any) -> Any:
         """Seconds of a kernel that reads and writes ``nbytes``: a launch and the bytes, or the measured curve."""
-        if self.copy is not None:
+        if self.copy is not None and not symbolic(nbytes):
             return self.copy.above(nbytes)[()]
         return self.launch_s + nbytes / self.bandwidth
 

@@ -13,7 +13,7 @@ def larger(a: Any, b: Any) -> Any:
     >>> larger(1, 2), larger(np.array([1, 5]), 2).tolist()
     (2, [2, 5])
     """
-    if _symbolic(a) or _symbolic(b):
+    if symbolic(a, b):
         import sympy
 
         return sympy.Max(a, b)
@@ -28,7 +28,7 @@ def where_several(ranks: Any, value: Any) -> Any:
     >>> where_several(1, 3.0), where_several(np.array([1, 2]), 3.0).tolist()
     (0.0, [0.0, 3.0])
     """
-    if _symbolic(ranks):
+    if symbolic(ranks):
         import sympy
 
         return sympy.Piecewise((value, ranks > 1), (0, True))
@@ -37,5 +37,6 @@ def where_several(ranks: Any, value: Any) -> Any:
     return value if ranks > 1 else value * 0.0
 
 
-def _symbolic(value: Any) -> bool:
-    return bool(getattr(value, "free_symbols", ()))
+def symbolic(*values: Any) -> bool:
+    """Whether any of the values is made of symbols."""
+    return any(getattr(value, "free_symbols", ()) for value in values)

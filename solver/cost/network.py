@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import AutoparError
-from autopar.solver.cost.communication import share
+from autopar.solver.cost.communication import collective, share
+from autopar.solver.cost.either import symbolic
 from autopar.solver.cost.tables import Samples
 
 DIRECT = ("all_to_all", "send")  # messages between pairs of ranks, which share no NIC of others
@@ -57,9 +58,11 @@ class Lane:
 
 @dataclass(frozen=True)
 class Group:
-    """``ranks`` of one collective on ``nodes`` blocks of the innermost tier; ``crossed``: tiers, innermost first."""
+    """``ranks`` of one collective, ``stride`` apart, on ``nodes`` blocks of the innermost tier; ``crossed``: tiers,
+    innermost first."""
 
     ranks: int
+    stride: int
     nodes: int
     crossed: tuple[Lane, ...]
 
@@ -73,63 +76,74 @@ class Network:
     lines: tuple[Line, ...] = ()
 
     def seconds(self, kind: str, nbytes: Any, size: int, stride: int = 1, concurrent: int = 1) -> Any:
-        """Seconds of a collective over ``size`` ranks, ``stride`` apart; 0 for one rank.
+        """Seconds of a collective over ``size`` ranks, ``stride`` apart; 0 for one rank. For symbols, the straight
+        `line`.
 
         All groups of the axis run at once, each rank with its share of its node's NICs. ``concurrent``: how many
         collectives the same ranks run at once (each gets its part of the links). Raises AutoparError for a kind the
         tier has no figure of.
         """
+        if symbolic(nbytes):
+            latency, rate = self.line(kind, size, stride)
+            return collective(kind, size, nbytes * concurrent, latency, rate)
         nbytes = np.asarray(nbytes, dtype=float)
         if size <= 1:
             return (nbytes * 0.0)[()]
-        group = self.group(size, stride)
-        if kind not in group.crossed[-1].bandwidth:
-            legal, tier = ", ".join(group.crossed[-1].bandwidth), group.crossed[-1].name
-            raise AutoparError(f"cluster {self.name}: tier {tier} has no figure for {kind!r}. Legal: {legal}.")
+        group, moved = self.group(kind, size, stride), nbytes * concurrent
         if group.nodes == 1:
-            found = self._inside(kind, nbytes * concurrent, size)
+            found = self._inside(kind, moved, size)
         elif kind in DIRECT:
-            found = self._direct(kind, nbytes * concurrent, group, stride)
+            found = self._direct(kind, moved, group)
         else:
-            found = self._between(kind, nbytes * concurrent, group, stride)
+            found = self._between(kind, moved, group)
         return np.where(nbytes > 0, found, 0.0)[()]
 
-    def group(self, size: int, stride: int) -> Group:
+    def line(self, kind: str, size: int, stride: int) -> tuple[float, float]:
+        """(seconds of the smallest message, bus bandwidth in bytes/s at large sizes): `seconds` as a straight line."""
+        group = self.group(kind, size, stride)
+        if group.nodes > 1:
+            return self._latency(kind, group), self._bandwidth(kind, group)
+        lane, curves = self.lanes[0], self.lanes[0].curves.get(kind)
+        if not curves:
+            return lane.latency[kind], lane.bandwidth[kind]
+        ranks = sorted(curves)
+        near = min(ranks, key=lambda n: abs(math.log(n / max(size, 1))))
+        (latency, rate), (whole_latency, whole_rate) = (_ends(kind, n, curves[n]) for n in (near, ranks[-1]))
+        return lane.latency[kind] * latency / whole_latency, lane.bandwidth[kind] * rate / whole_rate
+
+    def group(self, kind: str, size: int, stride: int) -> Group:
         """What an axis of ``size`` ranks, ``stride`` apart, crosses."""
         node = self.lanes[0].spans
         nodes = 1 if node is None else max(1, math.ceil(size / max(1, node // stride)))
         last = next((i for i, t in enumerate(self.lanes) if t.spans is None or size * stride <= t.spans), -1)
-        return Group(size, nodes, self.lanes[: last + 1] if last >= 0 else self.lanes)
+        crossed = self.lanes[: last + 1] if last >= 0 else self.lanes
+        if kind not in crossed[-1].bandwidth:
+            legal, tier = ", ".join(crossed[-1].bandwidth), crossed[-1].name
+            raise AutoparError(f"cluster {self.name}: tier {tier} has no figure for {kind!r}. Legal: {legal}.")
+        return Group(size, stride, nodes, crossed)
 
-    def bandwidth(self, kind: str, size: int, stride: int) -> float:
-        """Bus bandwidth in bytes/s at large sizes. A group with k ranks in each block of a tier crosses the wires of
-        the next k times only. (8 NICs a node, one a GPU: a group of one GPU a node gets 46-50 GB/s, one NIC's rate;
+    def _bandwidth(self, kind: str, group: Group) -> float:
+        """Bus bandwidth across nodes. A group with k ranks in each block of a tier crosses the wires of the next k
+        times only. (8 NICs a node, one a GPU: a group of one GPU a node gets 46-50 GB/s, one NIC's rate;
         nccl-tests#290, #267.)"""
-        crossed = self.group(size, stride).crossed
-        last = crossed[-1]
-        rate = last.bandwidth[kind]
-        if len(crossed) == 1:
-            return rate
-        node = crossed[0].spans or 1
-        reached = 1.0
+        node, last = group.crossed[0], group.crossed[-1]
+        rate, reached = last.bandwidth[kind], 1.0
         if self.lines and kind not in DIRECT:
-            reached = min(1.0, last.bandwidth[kind] / (last.wire * node))
-            if stride < node:
-                rate = min(rate, crossed[0].bandwidth[kind])
-        for inner, outer in pairwise(crossed):
-            together = max(1, (inner.spans or 1) // stride)
-            rate = min(rate, together * outer.wire * reached)
+            reached = min(1.0, rate / (last.wire * (node.spans or 1)))
+            if group.stride < (node.spans or 1):
+                rate = min(rate, node.bandwidth[kind])
+        for inner, outer in pairwise(group.crossed):
+            rate = min(rate, max(1, (inner.spans or 1) // group.stride) * outer.wire * reached)
         return rate
 
-    def latency(self, kind: str, size: int, stride: int) -> float:
-        """Seconds of the smallest message."""
-        group = self.group(size, stride)
+    def _latency(self, kind: str, group: Group) -> float:
+        """Seconds of the smallest message across nodes."""
         first = group.crossed[-1].latency[kind]
-        if group.nodes == 1 or kind == "send":
+        if kind == "send":
             return first
         if not self.lines:
             return first * max(1.0, math.log2(group.nodes))
-        return self._extra(kind, group) + min(x.latency(kind, size, group.nodes) for x in self._lines(kind))
+        return self._extra(kind, group) + min(x.latency(kind, group.ranks, group.nodes) for x in self._lines(kind))
 
     def _lines(self, kind: str) -> list[Line]:
         return [x for x in self.lines if x.algorithm == "ring" or kind in ("all_reduce", "all_to_all")]
@@ -153,25 +167,28 @@ class Network:
         part = math.log(size / low) / math.log(high / low) if low < size < high else 0.0
         return first + part * (last - first)
 
-    def _between(self, kind: str, nbytes: Any, group: Group, stride: int) -> Any:
+    def _between(self, kind: str, nbytes: Any, group: Group) -> Any:
         """Rings and trees across nodes: the fastest line; links inside a node bound them too."""
-        ranks, rate = group.ranks, self.bandwidth(kind, group.ranks, stride)
-        moved = share(kind, ranks) * nbytes
+        rate, moved = self._bandwidth(kind, group), share(kind, group.ranks) * nbytes
         if not self.lines:
-            return self.latency(kind, ranks, stride) + moved / rate
-        extra = self._extra(kind, group)
-        ways = [x.latency(kind, ranks, group.nodes) + moved / (x.fraction * rate) for x in self._lines(kind)]
-        return extra + np.minimum.reduce(ways)
+            return self._latency(kind, group) + moved / rate
+        ways = [(x.latency(kind, group.ranks, group.nodes), x.fraction * rate) for x in self._lines(kind)]
+        return self._extra(kind, group) + np.minimum.reduce([latency + moved / r for latency, r in ways])
 
-    def _direct(self, kind: str, nbytes: Any, group: Group, stride: int) -> Any:
+    def _direct(self, kind: str, nbytes: Any, group: Group) -> Any:
         """Messages between pairs of ranks: each rank's own share of the wire carries what leaves its node, while the
         rest moves inside. Where only rails connect nodes, what leaves crosses the node to its rail before."""
         lane, inner, ranks = group.crossed[-1], self.lanes[0], group.ranks
-        near = max(1, min(ranks, (inner.spans or 1) // stride))
         if kind == "send":
-            return lane.latency[kind] + nbytes / self.bandwidth(kind, ranks, stride)
+            return self._latency(kind, group) + nbytes / self._bandwidth(kind, group)
+        near = max(1, min(ranks, (inner.spans or 1) // group.stride))
         away, home = (ranks - near) / ranks * nbytes, (near - 1) / ranks * nbytes
         if lane.rail_only:
             home = home + away * (near - 1) / near
         across = away / min(lane.bandwidth[kind], lane.wire)
-        return self.latency(kind, ranks, stride) + np.maximum(across, home / inner.bandwidth[kind])
+        return self._latency(kind, group) + np.maximum(across, home / inner.bandwidth[kind])
+
+
+def _ends(kind: str, ranks: int, curve: Samples) -> tuple[float, float]:
+    """Seconds of a curve's first point, bus bandwidth of its last."""
+    return math.exp(curve.values[0]), share(kind, ranks) * math.exp(curve.places[-1] - curve.values[-1])

@@ -107,18 +107,20 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, or a squared relu without a gate; ``[batch, sequence, width]`` to the same."""
+    """SwiGLU, or two linears around a squared ReLU; ``[batch, sequence, width]`` to the same."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        gated = config.activation == "swiglu"
-        self.gate_proj = nn.Linear(config.width, config.hidden, bias=False) if gated else None
+        self.gated = config.activation == "swiglu"
+        if self.gated:
+            self.gate_proj = nn.Linear(config.width, config.hidden, bias=False)
         self.up_proj = nn.Linear(config.width, config.hidden, bias=False)
         self.down_proj = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        up = self.up_proj(x)
-        return self.down_proj(F.relu(up).square() if self.gate_proj is None else F.silu(self.gate_proj(x)) * up)
+        if self.gated:
+            return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(F.relu(self.up_proj(x)).square())
 
 
 class Layer(nn.Module):

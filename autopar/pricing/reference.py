@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import nn
 
-from autopar.build import completed, lowerable, prepare
+from autopar.build import Prepared, completed, lowerable, prepare
 from autopar.capture import capture
 from autopar.errors import AutoparError
 from autopar.models.gpt2 import GPT2, GPT2Config
@@ -32,8 +33,11 @@ COLUMNS = re.compile(
 
 @dataclass(frozen=True)
 class Structure:
-    """What of a reference model its sizes do not say. ``family``: "gpt" or "llama"; ``tp``, ``sp``, ``cp``: whether
-    tensor ranks divide it, along the sequence too, and context ranks; ``activation``: "gelu", "relu2" or "swiglu"."""
+    """What of a reference model its sizes do not say.
+
+    ``tp``, ``sp``, ``cp``: whether tensor ranks divide it, along the sequence too, and context ranks. ``activation``:
+    "gelu" or "relu2" of family "gpt", "swiglu" or "relu2" of "llama", or "" for the family's own.
+    """
 
     family: str = "llama"
     tp: bool = False
@@ -99,18 +103,24 @@ def dims_of(names: Iterable[str]) -> dict[str, int | None]:
     return {name: 1 if ROWS.fullmatch(name) else 0 if COLUMNS.fullmatch(name) else None for name in names}
 
 
-def laid_out(structure: Structure, sizes: Sizes, layers: int = 2) -> Lowerable:
-    """The model's step for one microbatch of ``sizes.b`` rows, laid out, every change of layout a node."""
+@lru_cache(maxsize=4)
+def prepared_model(structure: Structure, sizes: Sizes, layers: int) -> Prepared:
+    """The model's step for one microbatch, captured; what ranks do is not looked at."""
     model = model_of(structure, sizes, layers)
     ids = torch.empty(sizes.b, sizes.s, dtype=torch.int64, device="meta")
-    captured = capture(model, (ids, ids), check=False)
-    prepared = prepare(captured, 1)
-    axes = ((SEQUENCE, sizes.cp), ("tp", sizes.tp))
+    return prepare(capture(model, (ids, ids), check=False), 1)
+
+
+def laid_out(structure: Structure, sizes: Sizes, layers: int = 2) -> Lowerable:
+    """The model's step for one microbatch of ``sizes.b`` rows, laid out, every change of layout a node."""
+    whole = replace(structure, tp=False, sp=False, cp=False)
+    prepared = prepared_model(whole, replace(sizes, tp=1, cp=1), layers)
+    axes = ((SEQUENCE, sizes.cp if structure.cp else 1), ("tp", sizes.tp if structure.tp else 1))
     mesh = Mesh(tuple(Axis(name, size) for name, size in axes if size > 1))
-    shares = ("tp",) if structure.sp and sizes.tp > 1 else ()
-    dims = dims_of(captured.parameters) if sizes.tp > 1 else {}
+    shares = ("tp",) if structure.tp and structure.sp else ()
+    dims = dims_of(prepared.captured.parameters) if structure.tp else {}
     gm, _, _ = completed(prepared, mesh, 0, ("tp",), (SEQUENCE,), shares, dims)
     return with_changes(lowerable(gm, mesh, prepared))
 
 
-__all__ = ["Sizes", "Structure", "dims_of", "laid_out", "model_of"]
+__all__ = ["Sizes", "Structure", "dims_of", "laid_out", "model_of", "prepared_model"]

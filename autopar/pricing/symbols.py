@@ -11,6 +11,7 @@ is an error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import cache
@@ -58,7 +59,7 @@ def reference_units(
 
 @cache
 def _units(structure: Structure) -> Mapping[str, Unit]:
-    sizes, signs = _prime_sizes(structure)
+    sizes, signs = _prime_sizes(structure.family)
     prefix, _, layer, suffix = units_of(laid_out(structure, sizes))
     named = {"prefix": prefix, "layer": layer, "suffix": suffix}
     known: dict[int, Size] = {}
@@ -71,22 +72,18 @@ def _units(structure: Structure) -> Mapping[str, Unit]:
     return {name: with_sizes(replace(unit, name=name), decode) for name, unit in named.items()}
 
 
-def _prime_sizes(structure: Structure) -> tuple[Sizes, dict[str, tuple[int, ...]]]:
-    """Sizes for a structure, and the prime factors of each symbol, its own first."""
-    tp, cp = (PRIMES["tp"],) * structure.tp, (PRIMES["cp"],) * structure.cp
-    signs: dict[str, tuple[int, ...]] = {name: (PRIMES[name],) for name in ("b", "h")}
-    signs |= {name: (PRIMES[name], *tp) for name in ("ffn", "vocab")}
-    signs |= {"s": (PRIMES["s"], *tp, *cp), "head": (PRIMES["head"], 2)}
-    if structure.family == "gpt":
-        signs["heads"] = (PRIMES["kv_heads"], *tp)
+def _prime_sizes(family: str) -> tuple[Sizes, dict[str, tuple[int, ...]]]:
+    """Sizes for a family, the same for all its layouts, and the prime factors of each symbol, its own first."""
+    signs: dict[str, tuple[int, ...]] = {name: (prime,) for name, prime in PRIMES.items() if name != "group"}
+    for name in ("ffn", "vocab", "kv_heads"):
+        signs[name] = (PRIMES[name], PRIMES["tp"])
+    signs["s"] = (PRIMES["s"], PRIMES["tp"], PRIMES["cp"])
+    signs["head"] = (PRIMES["head"], 2)
+    if family == "gpt":
+        signs["heads"] = signs.pop("kv_heads")
     else:
-        signs["kv_heads"] = (PRIMES["kv_heads"], *tp)
         signs["heads"] = (PRIMES["group"], *signs["kv_heads"])
-    if structure.tp:
-        signs["tp"] = tp
-    if structure.cp:
-        signs["cp"] = cp
-    values = {name: int(sympy.prod(sign)) for name, sign in signs.items()}
+    values = {name: math.prod(sign) for name, sign in signs.items()}
     return Sizes(**({"kv_heads": values["heads"]} | values)), signs
 
 
@@ -128,23 +125,21 @@ def _filler(thing: Any, f: Callable[[Any], Any]) -> Callable[[], Any]:
         key, shape, itemsize, floating, weight = thing.key, thing.shape, thing.itemsize, thing.floating, thing.weight
         return lambda: Piece(key, tuple([f(n) for n in shape]), itemsize, floating, weight)
     if isinstance(thing, Product):
-        product, dtype = (thing.batch, thing.m, thing.n, thing.k), thing.dtype
-        return lambda: Product(*map(f, product), dtype=dtype)
+        batch, m, n, k, dtype = thing.batch, thing.m, thing.n, thing.k, thing.dtype
+        return lambda: Product(f(batch), f(m), f(n), f(k), dtype)
     if isinstance(thing, Attend):
-        attend = (thing.batch, thing.heads, thing.kv_heads, thing.queries, thing.keys, thing.head)
-        dtype, causal = thing.dtype, thing.causal
-        return lambda: Attend(*map(f, attend), dtype=dtype, causal=causal)
+        a = thing
+        return lambda: Attend(
+            f(a.batch), f(a.heads), f(a.kv_heads), f(a.queries), f(a.keys), f(a.head), a.dtype, a.causal
+        )
     if isinstance(thing, tuple):
-        return _filler_of(tuple, [_filler(x, f) for x in thing], listed=True)
+        items = [_filler(item, f) for item in thing]
+        return lambda: tuple([item() for item in items])
     if isinstance(thing, (Op, Move, Unit)):
-        return _filler_of(type(thing), [_filler(getattr(thing, field.name), f) for field in fields(thing)])
+        kind: Any = type(thing)
+        parts = [_filler(getattr(thing, field.name), f) for field in fields(thing)]
+        return lambda: kind(*[part() for part in parts])
     return lambda: thing
-
-
-def _filler_of(kind: Any, parts: list[Callable[[], Any]], *, listed: bool = False) -> Callable[[], Any]:
-    if listed:
-        return lambda: kind([part() for part in parts])
-    return lambda: kind(*[part() for part in parts])
 
 
 Compiled = Callable[[Mapping[str, int]], dict[str, Unit]]

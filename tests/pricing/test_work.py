@@ -27,6 +27,7 @@ GPT = Sizes(b=3, s=32, h=48, heads=8, kv_heads=8, head=6, ffn=64, vocab=96)
         ("llama", 2, False, 1),
         ("llama", 4, True, 1),
         ("llama", 2, True, 2),
+        ("nemotron", 2, True, 1),
         ("gpt", 1, False, 1),
         ("gpt", 2, True, 1),
         ("gpt", 4, False, 1),
@@ -34,9 +35,10 @@ GPT = Sizes(b=3, s=32, h=48, heads=8, kv_heads=8, head=6, ffn=64, vocab=96)
     ],
 )
 def test_closed_forms_are_what_is_read_off_at_real_sizes(family: str, tp: int, sp: bool, cp: int) -> None:
-    sizes = replace(LLAMA if family == "llama" else GPT, tp=tp, cp=cp)
-    structure = Structure(family, tp > 1, sp, cp > 1, dropout=family == "gpt")
-    units = reference_units(family, tp=tp > 1, sp=sp, cp=cp > 1, dropout=family == "gpt")
+    sizes = replace(GPT if family == "gpt" else LLAMA, tp=tp, cp=cp)
+    options = {"activation": "relu2"} if family == "nemotron" else {"dropout": True} if family == "gpt" else {}
+    structure = Structure("gpt" if family == "gpt" else "llama", tp > 1, sp, cp > 1, **options)  # type: ignore[arg-type]
+    units = reference_units(structure.family, tp=tp > 1, sp=sp, cp=cp > 1, **options)  # type: ignore[arg-type]
     prefix, _, layer, suffix = units_of(laid_out(structure, sizes))
     named = {"prefix": prefix, "layer": replace(layer, name="layer"), "suffix": suffix}
     assert compiled(units)(sizes.__dict__) == named

@@ -43,21 +43,31 @@ def in_order(ranks: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action]]:
 
     Raises AutoparError for a schedule that gets stuck, naming an action that waits for what never comes.
     """
-    done: set[tuple[str, int, int]] = set()
-    at = [0] * len(ranks)
     stages = len(ranks) * (1 + max((chunk for rank in ranks for _, chunk, _ in rank), default=0))
+    microbatches = 1 + max((m for rank in ranks for _, _, m in rank), default=0)
+    forward, backward = ([bytearray(microbatches) for _ in range(stages + 1)] for _ in "FB")  # what is done
+    forward[-1] = backward[stages] = bytearray([1] * microbatches)  # what the ends of the model wait for
+    at = [0] * len(ranks)
     moved = True
     while moved:
         moved = False
         for r, actions in enumerate(ranks):
             while at[r] < len(actions):
-                action = actions[at[r]]
-                needed = _needs(action, r, len(ranks), stages)
-                if any(need not in done for need in needed):
+                letter, chunk, m = action = actions[at[r]]
+                stage = chunk * len(ranks) + r
+                if letter == "F":
+                    if not forward[stage - 1][m]:
+                        break
+                    forward[stage][m] = 1
+                elif letter == "W":
+                    if not backward[stage][m]:
+                        break
+                elif forward[stage][m] and backward[stage + 1][m]:
+                    backward[stage][m] = 1
+                else:
                     break
-                letter, chunk, microbatch = action
-                done.add(("I" if letter == "B" else letter, chunk * len(ranks) + r, microbatch))
-                at[r], moved = at[r] + 1, True
+                at[r] += 1
+                moved = True
                 yield r, action
     for r, actions in enumerate(ranks):
         if at[r] < len(actions):
@@ -66,15 +76,3 @@ def in_order(ranks: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action]]:
                 f"schedule: rank {r} waits for ever to run {letter} of chunk {chunk}, microbatch {microbatch}. "
                 "Run what it needs before it."
             )
-
-
-def _needs(action: Action, rank: int, ranks: int, stages: int) -> tuple[tuple[str, int, int], ...]:
-    """What must be done before an action, as (letter, stage, microbatch), input gradients being "I"."""
-    letter, chunk, microbatch = action
-    stage = chunk * ranks + rank
-    if letter == "F":
-        return (("F", stage - 1, microbatch),) if stage else ()
-    if letter == "W":
-        return (("I", stage, microbatch),)
-    own = ("F", stage, microbatch)
-    return (own,) if stage == stages - 1 else (own, ("I", stage + 1, microbatch))

@@ -74,14 +74,16 @@ def tasks_of(step: Step) -> list[Task]:
     return _Builder(step).build()
 
 
-class _Doing(NamedTuple):
-    """One action of a rank, and the one that follows it."""
+class _Route(NamedTuple):
+    """What an action of a chunk leads to: its stage, the next one to run, the seconds of computation that waits for
+    the send and of the send beside it, the stream of the latter, and the action's label."""
 
-    rank: int
-    letter: str
-    chunk: int
-    microbatch: int
-    following: Action | None
+    stage: int
+    to: int
+    blocking: float
+    beside: float
+    stream: str
+    label: str
 
 
 class _Builder:
@@ -97,6 +99,10 @@ class _Builder:
         self.last = [-1] * self.ranks  # a rank's last task of computation
         self.whole: dict[tuple[int, int, int], int] = {}  # the task that gathered a unit: rank, chunk, position
         self.gathering, self.reducing = ("data", "data") if step.shared_data else ("gather", "reduce")
+        # letters of the actions whose units gather or reduce: always, of the first and of the last microbatch
+        self.gathers, self.gathers_first = {"use": ("FBI", ""), "step": ("", "F")}.get(step.gather, ("", ""))
+        self.reduces = "BW" if step.reduce == "microbatch" else ""
+        self.reduces_last = "BW" if step.reduce == "step" and step.overlap_reduce else ""
 
     def add(self, task: Task) -> int:
         self.tasks.append(task)
@@ -116,54 +122,46 @@ class _Builder:
             ]
         return schedule(step.schedule, self.ranks, step.microbatches, chunks.pop(), seconds)
 
+    def route(self, rank: int, chunk: int, letter: str) -> _Route:
+        forward, step, stage = letter == "F", self.step, chunk * self.ranks + rank
+        source = stage if forward else stage - 1  # whose output, or its gradient, is sent
+        sends = letter != "W" and source >= 0
+        send = step.chunks[source % self.ranks][source // self.ranks].send_s if sends else 0.0
+        blocking, beside = (0.0, send) if step.overlap_p2p else (send, 0.0)
+        label = letter if len(step.chunks[0]) == 1 else f"{letter} chunk {chunk} "
+        to, stream = (stage + 1, "receive") if forward else (stage - 1, "receive back")
+        return _Route(stage, to, blocking, beside, stream, label)
+
     def build(self) -> list[Task]:
-        order = self.orders()
-        if self.step.gather == "step":
+        """All tasks: one for each action, or one a unit where collectives of the data axis run beside them."""
+        step, order, ready, last = self.step, self.orders(), self.ready, self.last
+        routes = [
+            [{x: self.route(r, c, x) for x in KIND} for c in range(len(step.chunks[r]))] for r in range(self.ranks)
+        ]
+        if step.gather == "step":
             self.gather_all()
-        at = [0] * self.ranks
-        for rank, action in in_order(order):
+        at, final = [0] * self.ranks, step.microbatches - 1
+        for rank, (letter, chunk, microbatch) in in_order(order):
             at[rank] += 1
-            self.act(_Doing(rank, *action, order[rank][at[rank]] if at[rank] < len(order[rank]) else None))
+            stage, to, blocking, beside, stream, label = routes[rank][chunk][letter]
+            after = ready.get((letter, stage, microbatch))
+            waits = () if after is None else (after,)
+            label = f"{label}{microbatch}"
+            gathers = letter in self.gathers or (microbatch == 0 and letter in self.gathers_first)
+            reduces = letter in self.reduces or (microbatch == final and letter in self.reduces_last)
+            if gathers or reduces:
+                following = order[rank][at[rank]] if at[rank] < len(order[rank]) else ("", 0, 0)
+                lets_go = self.lets_go(letter, chunk, following)
+                self.by_unit(rank, letter, chunk, waits, label, blocking, reduces, lets_go)
+            else:
+                self.compute(rank, self.passes[rank][chunk][letter], letter, waits, label, blocking)
+            made = last[rank]
+            if beside:
+                made = self.add(Task(to % self.ranks, stream, beside, (made,), label, "p2p"))
+            if letter != "W":
+                ready[letter, to, microbatch] = made
         self.finish()
         return self.tasks
-
-    def act(self, do: _Doing) -> None:
-        """The tasks of one action: one, or one a unit where collectives of the data axis run beside them."""
-        step, stage, forward = self.step, do.chunk * self.ranks + do.rank, do.letter == "F"
-        after = self.ready.get((do.letter, stage, do.microbatch))
-        waits = () if after is None else (after,)
-        label = f"{do.letter}{do.microbatch}" + (f" chunk {do.chunk}" if len(step.chunks[0]) > 1 else "")
-        send = self.send_seconds(do.letter, stage)
-        blocking = 0.0 if step.overlap_p2p else send
-        if self.gathers(do) or self.reduces(do):
-            self.by_unit(do, waits, label, blocking)
-        else:
-            part = self.passes[do.rank][do.chunk][do.letter]
-            self.compute(do.rank, part, do.letter, waits, label, blocking)
-        made = self.last[do.rank]
-        to = stage + (1 if forward else -1)
-        if send > blocking:
-            name = "receive" if forward else "receive back"
-            made = self.add(Task(to % self.ranks, name, send, (made,), label, "p2p"))
-        if do.letter != "W":
-            self.ready[do.letter, to, do.microbatch] = made
-
-    def gathers(self, do: _Doing) -> bool:
-        """Whether an action's units have their weights gathered."""
-        once = self.step.gather == "step" and do.letter == "F" and do.microbatch == 0
-        return once or (self.step.gather == "use" and do.letter != "W")
-
-    def reduces(self, do: _Doing) -> bool:
-        """Whether an action's units have their gradients reduced beside it."""
-        once = self.step.reduce == "step" and self.step.overlap_reduce and do.microbatch == self.step.microbatches - 1
-        return do.letter in "BW" and (once or self.step.reduce == "microbatch")
-
-    def send_seconds(self, letter: str, stage: int) -> float:
-        """Seconds to send on what an action made."""
-        if letter == "W" or (letter != "F" and stage == 0):
-            return 0.0
-        source = stage if letter == "F" else stage - 1
-        return self.step.chunks[source % self.ranks][source // self.ranks].send_s
 
     def compute(
         self, rank: int, part: Pass, letter: str, after: tuple[int, ...], label: str, send: float = 0.0,
@@ -179,31 +177,33 @@ class _Builder:
             made, frees = part.made, part.frees
         self.last[rank] = self.add(Task(rank, COMPUTE, seconds, after, label, KIND[letter], inside, made, frees))
 
-    def by_unit(self, do: _Doing, waits: tuple[int, ...], label: str, send: float) -> None:
-        """One task a unit, with the gathers before and the reductions after it."""
-        step, units, rank = self.step, self.units[do.rank][do.chunk], do.rank
-        reduces, uses = self.reduces(do), step.gather == "use" and do.letter != "W"
-        ahead = step.prefetch if step.overlap_gather else 0
-        order = range(len(units)) if do.letter == "F" else range(len(units))[::-1]
+    def by_unit(
+        self, rank: int, letter: str, chunk: int, waits: tuple[int, ...], label: str, send: float, reduces: bool,
+        lets_go: tuple[bool, bool],
+    ) -> None:  # fmt: skip
+        """One task a unit, with the gathers before and the reductions after it. ``lets_go``: whether units' weights
+        are whole no longer afterwards, and whether those of the last unit are not."""
+        units = self.units[rank][chunk]
+        order = range(len(units)) if letter == "F" else range(len(units))[::-1]
+        ahead = self.step.prefetch if self.step.overlap_gather else 0
         ended = [self.last[rank]]  # ended[i]: the computation before the i-th unit
         for i, u in enumerate(order):
-            if uses:  # what may be gathered by now: the first time all that is so near, then one more
+            if letter in self.gathers:  # at first all that is near enough, then one more with each unit
                 for j in range(i + ahead if i else 0, min(i + ahead + 1, len(units))):
-                    self.gather((rank, do.chunk, order[j]), ended[max(0, j - ahead)])
-            place, final = (rank, do.chunk, u), i == len(units) - 1
+                    self.gather((rank, chunk, order[j]), ended[max(0, j - ahead)])
+            unit, place, final = units[u], (rank, chunk, u), i == len(units) - 1
             needs = waits if i == 0 else ()
             if place in self.whole:
                 needs = (*needs, self.whole[place])
             frees: Owned = ()
-            if uses and self.lets_go(do, final):
+            if lets_go[final]:
                 self.whole.pop(place, None)
-                frees = _owned("gathered", units[u].gathered_bytes)
-            made = _owned("gradients", units[u].gradient_bytes) if reduces else ()
-            part = self.pass_over(do.letter, units[u])
-            name = f"{label} {units[u].name}"
-            self.compute(rank, part, do.letter, needs, name, send if final else 0.0, made, frees)
+                frees = _owned("gathered", unit.gathered_bytes)
+            made = _owned("gradients", unit.gradient_bytes) if reduces else ()
+            part = self.pass_over(letter, unit)
+            self.compute(rank, part, letter, needs, f"{label} {unit.name}", send if final else 0.0, made, frees)
             if reduces:
-                self.reduce(rank, units[u], made)
+                self.reduce(rank, unit, made)
             ended.append(self.last[rank])
 
     def pass_over(self, letter: str, unit: UnitTimes) -> Pass:
@@ -212,12 +212,14 @@ class _Builder:
             found = self.single[letter, id(unit)] = Pass(letter, ((unit, 1),))
         return found
 
-    def lets_go(self, do: _Doing, final: bool) -> bool:
-        """Whether a unit's weights are whole no longer after an action; they stay where backward begins with it."""
-        if do.letter != "F":
-            return True
-        turns = do.following is not None and do.following[0] != "F" and do.following[1] == do.chunk
-        return self.step.reshard_after_forward and not (final and turns)
+    def lets_go(self, letter: str, chunk: int, following: Action) -> tuple[bool, bool]:
+        """Whether an action lets go of its units' weights, and of its last unit's, with which backward may begin."""
+        if letter not in self.gathers:
+            return False, False
+        if letter != "F":
+            return True, True
+        turns = following[0] in ("B", "I") and following[1] == chunk
+        return self.step.reshard_after_forward, self.step.reshard_after_forward and not turns
 
     def gather(self, place: tuple[int, int, int], after: int) -> None:
         """Gathers the weights of a unit, if they are not whole."""

@@ -37,6 +37,9 @@ class Samples:
         return self.at(place) * np.maximum(1.0, np.asarray(place) / np.exp(self.places[-1]))
 
 
+FURTHER = 64  # times smaller than measured a table reaches
+
+
 @dataclass(frozen=True)
 class Grid:
     """Seconds of matmuls by batch, m, n, k: linear in the logarithms between the points.
@@ -52,22 +55,24 @@ class Grid:
     @staticmethod
     def of(axes: Sequence[Sequence[int]], rates: Sequence[float]) -> Grid:
         """From FLOP/s, the last axis fastest."""
-        logs = tuple(np.log(np.array(a, dtype=float)) for a in axes)
+        logs = [np.log(np.array(a, dtype=float)) for a in axes]
         flops = np.log(2) + sum(np.meshgrid(*logs, indexing="ij"))
-        seconds = flops - np.log(np.array(rates, dtype=float)).reshape(flops.shape)
-        for axis in range(len(axes)):
-            seconds = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis), axis)
-        return Grid(logs, seconds)
+        seconds = _never_less(flops - np.log(np.array(rates, dtype=float)).reshape(flops.shape))
+        for i, axis in enumerate(logs):
+            if i and len(axis) > 1:
+                first, second = (np.take(seconds, [j], i) for j in (0, 1))
+                slope = np.clip((second - first) / (axis[1] - axis[0]), 0.0, 1.0)
+                seconds = np.concatenate([first - slope * np.log(FURTHER), seconds], i)
+                logs[i] = np.concatenate([[axis[0] - np.log(FURTHER)], axis])
+        return Grid(tuple(logs), _never_less(seconds))
 
     def at(self, batch: Any, m: Any, n: Any, k: Any) -> Any:
         """Seconds of shapes (numbers or arrays)."""
         most = np.exp(self.axes[0][-1])
         rows = m * np.maximum(1.0, batch / most)
         wanted = [np.log(np.asarray(x, dtype=float)) for x in np.broadcast_arrays(np.minimum(batch, most), rows, n, k)]
-        inside = [np.clip(x, axis[0], axis[-1]) for x, axis in zip(wanted, self.axes)]
-        found = self._inside(inside)
-        slopes = self._slopes(inside, wanted, found)
-        return np.exp(found + sum(s * (x - y) for s, x, y in zip(slopes, wanted, inside)))
+        beyond = sum(np.maximum(x - axis[-1], 0.0) for x, axis in zip(wanted, self.axes))
+        return np.exp(self._inside([np.clip(x, axis[0], axis[-1]) for x, axis in zip(wanted, self.axes)]) + beyond)
 
     def _inside(self, places: Sequence[Any]) -> Any:
         """Logarithm of seconds by the corners of the cell around each place."""
@@ -86,14 +91,9 @@ class Grid:
             total = total + weight * self.seconds[index]
         return total
 
-    def _slopes(self, inside: Sequence[Any], wanted: Sequence[Any], found: Any) -> list[Any]:
-        """How seconds change outside, by axis: 1 above; below, as between the two smallest places (0 to 1)."""
-        slopes = []
-        for i, (x, axis) in enumerate(zip(wanted, self.axes)):
-            slope: Any = 1.0
-            if len(axis) > 1 and np.any(x < axis[0]):
-                step = axis[1] - axis[0]
-                more = self._inside([p + step if j == i else p for j, p in enumerate(inside)])
-                slope = np.where(x < axis[0], np.clip((more - found) / step, 0.0, 1.0), 1.0)
-            slopes.append(slope)
-        return slopes
+
+def _never_less(seconds: Any) -> Any:
+    """The least of all places that are no smaller on any axis."""
+    for axis in range(seconds.ndim):
+        seconds = np.flip(np.minimum.accumulate(np.flip(seconds, axis), axis), axis)
+    return seconds

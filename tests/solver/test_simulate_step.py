@@ -204,3 +204,35 @@ def test_what_makes_no_sense_is_refused():
 def test_a_task_a_pass_where_nothing_runs_beside():
     tasks = tasks_of(Step(pipeline(4, 2, times=10), 8, "interleaved"))
     assert len(tasks) == 4 * 2 * 8 * 2
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-2p"])
+def test_whole_passes_and_units_agree(name):
+    """Collectives that take no time change nothing, though they make one task a unit."""
+    unit = replace(LAYER, forward_comm_s=0.25, recompute_s=0.5, saved_bytes=8.0, weight_bytes=2.0, recompute_bytes=4.0)
+    chunks = pipeline(4, 2 if name == "interleaved" else 1, unit, send=0.125, times=3)
+    whole = Step(chunks, 8, name, optimizer_s=(1.0,) * 4)
+    for beside in (False, True):
+        step = replace(whole, overlap_p2p=beside)
+        lines = [run(step), run(replace(step, gather="use", reduce="microbatch"))]
+        assert len(lines[1].tasks) > 3 * len(lines[0].tasks) * (1 if not beside else 0.5)
+        assert lines[0].seconds == pytest.approx(lines[1].seconds, **EXACT)
+        for rank in range(4):
+            assert lines[0].parts(rank) == pytest.approx(lines[1].parts(rank), rel=1e-9, abs=1e-9)
+            assert lines[0].peak(rank).owners["recompute"] == lines[1].peak(rank).owners["recompute"] == 4.0
+
+
+def test_whatever_the_step_time_adds_up_and_memory_comes_back():
+    fields = product(("1f1b", "interleaved", "zb-1p"), ("never", "step", "use"), ("never", "step", "microbatch"))
+    for (name, gather, reduce), overlap, keep in product(fields, (False, True), (False, True)):
+        unit = replace(DATA, saved_bytes=8.0, forward_comm_s=0.125)
+        chunks = pipeline(3, 2 if name == "interleaved" else 1, unit, send=0.25, times=2)
+        line = run(
+            Step(chunks, 6, name, gather, reduce, overlap, overlap, overlap, (0.5,) * 3, reshard_after_forward=not keep)
+        )
+        for rank in range(3):
+            assert sum(line.parts(rank).values()) == pytest.approx(line.seconds, **EXACT)
+            assert line.parts(rank)["bubble"] >= -1e-9
+            left = 20.0 * len(chunks[0]) if gather == "step" else 0.0  # what a whole step uses stays
+            assert line.memory(rank)[1][-1] == left
+            assert line.memory(rank)[1].min() >= 0.0

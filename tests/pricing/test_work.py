@@ -9,7 +9,12 @@ import sympy
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+import autopar
+from autopar.build import apply
+from autopar.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.models import llama
+from autopar.passes.lower import with_changes
 from autopar.pricing.reference import Sizes, Structure, laid_out, model_of
 from autopar.pricing.symbols import SYMBOLS, compiled, decoded, reference_units
 from autopar.pricing.work import units_of
@@ -83,6 +88,17 @@ def test_products_are_those_that_torch_counts(family: str) -> None:
     ops = [op for unit in units for op in unit.ops]
     products = [p for op in ops for p in (*op.forward, *op.backward_input, *op.backward_weight)]
     assert sum(int(p.flops) for p in products) == counted
+
+
+@pytest.mark.parametrize("pins", [{"tp": 2}, {"dp": 2, "zero": 3}], ids=str)
+def test_a_plan_keeps_what_it_predicts(pins: dict[str, int]) -> None:
+    model, args, _ = llama.make()
+    ready = autopar.compile(model, Cluster.local(ranks=2), args=args, pins=pins)._first("plan")
+    units = units_of(with_changes(apply(ready.plan, ready.prepared)))
+    assert [unit.name for unit in units] == ["prefix", "model.layers.0", "model.layers.1", "suffix"]
+    kept = {p.key: p for unit in units for op in unit.ops for p in op.kept if not p.weight}
+    parts = ready.plan.predicted.parts
+    assert sum(int(p.nbytes) for p in kept.values()) == parts["saved_bytes"] + parts["inputs_bytes"]
 
 
 def test_attention_is_recognised() -> None:

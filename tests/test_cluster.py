@@ -236,6 +236,38 @@ HALF = {"value": 0.5, "source": "a test of ours"}
             _without("chip", "reserved", "context", "source"),
             r"at \$.chip.reserved.context: the key 'source' is missing",
         ),
+        (
+            _set(["chip", "power", "sustained"], {}),
+            r"at \$.chip.power.sustained: is empty. Legal: a fraction for one cap",
+        ),
+        (_set(["chip", "power", "sustained"], {"x": HALF}), r"at \$.chip.power.sustained.x: is no power cap"),
+        (
+            _set(["chip", "power", "idle", "value"], 700),
+            r"at \$.chip.power.idle.value: is not legal. Legal: less than 700",
+        ),
+        (
+            _set(["chip", "matmul", "bf16", "k"], [256, 512]),
+            r"bf16.points: has 375 items. Legal: 150, one for each shape",
+        ),
+        (
+            _set(["chip", "matmul", "bf16", "k"], [512, 256]),
+            r"at \$.chip.matmul.bf16.k: is not legal. Legal: ascending",
+        ),
+        (_set(["chip", "attention", 0, "points"], []), r"at \$.chip.attention\[0\].points: is empty"),
+        (_set(["chip", "attention", 0, "source"], ""), r"at \$.chip.attention\[0\].source: is empty"),
+        (
+            _set(["tiers", 0, "collectives", "all_gather", "curves", "8", "points"], [[2, 1e-6], [2, 2e-6]]),
+            r"collectives.all_gather.curves.8.points: is not legal. Legal: ascending, and more than 0",
+        ),
+        (
+            _set(["tiers", 0, "collectives", "all_gather", "curves"], {"one": {"points": [[1, 1]], "source": "x"}}),
+            r"all_gather.curves: 'one' is not a number of ranks. Legal: 2 or more",
+        ),
+        (
+            _set(["tiers", 1, "oversubscription"], HALF),
+            r"at \$.tiers\[1\].oversubscription.value: 0.5 is not legal. Legal: 1 or more",
+        ),
+        (_set(["protocols", 0, "base"], 0), r"at \$.protocols\[0\].base: is not legal. Legal: more than 0"),
         (_without("chip", "flops", "fp32"), r"at \$.chip.flops: the key 'fp32' is missing. Legal: fp64, fp32"),
         (
             _without("tiers", 1, "collectives", "all_gather"),

@@ -36,7 +36,8 @@ class Structure:
     """What of a reference model its sizes do not say.
 
     ``tp``, ``sp``, ``cp``: whether tensor ranks divide it, along the sequence too, and context ranks. ``activation``:
-    "gelu" or "relu2" of family "gpt", "swiglu" or "relu2" of "llama", or "" for the family's own.
+    "gelu" or "relu2" of family "gpt", "swiglu" or "relu2" of "llama", or "" for the family's own. ``experts``:
+    whether its MLP is a mixture of experts, which `autopar.pricing.experts` makes of the dense one.
     """
 
     family: str = "llama"
@@ -47,6 +48,7 @@ class Structure:
     dtype: str = "bf16"
     activation: str = ""
     dropout: bool = False
+    experts: bool = False
 
     def __post_init__(self) -> None:
         legal = {"gpt": ("gelu", "relu2", ""), "llama": ("swiglu", "relu2", "")}
@@ -113,7 +115,7 @@ def prepared_model(structure: Structure, sizes: Sizes, layers: int) -> Prepared:
 
 def laid_out(structure: Structure, sizes: Sizes, layers: int = 2) -> Lowerable:
     """The model's step for one microbatch of ``sizes.b`` rows, laid out, every change of layout a node."""
-    whole = replace(structure, tp=False, sp=False, cp=False)
+    whole = replace(structure, tp=False, sp=False, cp=False, experts=False)
     prepared = prepared_model(whole, replace(sizes, tp=1, cp=1), layers)
     axes = ((SEQUENCE, sizes.cp if structure.cp else 1), ("tp", sizes.tp if structure.tp else 1))
     mesh = Mesh(tuple(Axis(name, size) for name, size in axes if size > 1))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 import sympy
 
 from autopar.errors import AutoparError
+from autopar.pricing.experts import EP, EXPERTS, TOPK, with_experts
 from autopar.pricing.reference import Sizes, Structure, laid_out
 from autopar.pricing.work import units_of
 from autopar.solver.work import Attend, Move, Op, Piece, Product, Size, Unit
@@ -28,6 +29,7 @@ T = TypeVar("T")
 PRIMES = {"tp": 5, "cp": 7, "b": 11, "s": 13, "group": 17, "kv_heads": 19, "head": 23, "h": 29, "ffn": 31, "vocab": 37}
 CONSTANTS = (2, 3)  # all that may be left of a number
 SYMBOLS = {name: sympy.Symbol(name, positive=True, integer=True) for name in Sizes.__dataclass_fields__}
+SYMBOLS |= {symbol.name: symbol for symbol in (EXPERTS, TOPK, EP)}
 
 
 def reference_units(
@@ -40,6 +42,7 @@ def reference_units(
     dtype: str = "bf16",
     activation: str = "",
     dropout: bool = False,
+    experts: bool = False,
 ) -> Mapping[str, Unit]:
     """The units ``prefix``, ``layer`` and ``suffix`` of a reference model, sizes in `SYMBOLS`.
 
@@ -51,10 +54,11 @@ def reference_units(
         dtype: Of parameters and activations.
         activation: Of the MLP, "" for the family's own.
         dropout: Whether embeddings and what blocks add drop out.
+        experts: Whether the MLP is a mixture of experts, over ranks ``ep``.
 
     Raises AutoparError for a structure that is not known.
     """
-    return _units(Structure(family, tp, sp and tp, cp, tied, dtype, activation, dropout))
+    return _units(Structure(family, tp, sp and tp, cp, tied, dtype, activation, dropout, experts))
 
 
 @cache
@@ -69,7 +73,8 @@ def _units(structure: Structure) -> Mapping[str, Unit]:
             known[number] = decoded(number, signs)
         return known[number]
 
-    return {name: with_sizes(replace(unit, name=name), decode) for name, unit in named.items()}
+    forms = {name: with_sizes(replace(unit, name=name), decode) for name, unit in named.items()}
+    return forms | ({"layer": with_experts(forms["layer"])} if structure.experts else {})
 
 
 def _prime_sizes(family: str) -> tuple[Sizes, dict[str, tuple[int, ...]]]:

@@ -156,3 +156,36 @@ def test_unknown_structures_are_refused(family: str) -> None:
 def test_missing_sizes_are_named() -> None:
     with pytest.raises(AutoparError, match="ffn, h not given"):
         compiled(reference_units("llama"))({"b": 1, "s": 2, "heads": 2, "kv_heads": 1, "head": 4, "vocab": 8})
+
+
+@pytest.mark.parametrize("options", [{}, {"tp": True}, {"tp": True, "sp": True}], ids=str)
+def test_experts_take_every_row_topk_times(options: dict[str, bool]) -> None:
+    dense = reference_units("llama", **options)["layer"]
+    mixed = reference_units("llama", experts=True, **options)["layer"]
+    experts, topk, ep = (SYMBOLS[name] for name in ("experts", "topk", "ep"))
+
+    def flops(unit: Unit, part: str) -> sympy.Expr:
+        ops = [op for op in unit.ops if part in op.module.split(".")]
+        return sum(p.flops for op in ops for p in (*op.forward, *op.backward_input, *op.backward_weight))
+
+    def elements(unit: Unit, part: str) -> sympy.Expr:
+        return sum(piece.elements for name, piece in unit.parameters if part in name.split("."))
+
+    router = flops(mixed, "router")
+    rows = B * S / T if options.get("sp") else B * S
+    assert sympy.simplify(router - 3 * 2 * rows * experts * H) == 0
+    assert sympy.simplify(flops(mixed, "mlp") - router - topk * flops(dense, "mlp")) == 0
+    assert sympy.simplify(elements(mixed, "experts") - experts / ep * elements(dense, "mlp")) == 0
+    assert flops(mixed, "self_attn") == flops(dense, "self_attn")
+    sent = [m.piece.nbytes for m in mixed.moves if m.axis == "ep"]
+    assert sent == [2 * topk * rows * H] * 2
+
+
+def test_a_layer_of_experts_hangs_together() -> None:
+    layer = reference_units("llama", tp=True, sp=True, experts=True)["layer"]
+    known = {p.key for op in layer.ops for p in op.reads if p.weight} | {p.key for _, p in layer.parameters}
+    known |= {p.key for op in reference_units("llama", tp=True, sp=True)["layer"].ops for p in op.reads} - layer.made
+    for entry in layer.entries:
+        read, made = (entry.reads, entry.writes) if isinstance(entry, Op) else ((entry.source,), (entry.result,))
+        assert {p.key for p in read} <= known, entry
+        known |= {p.key for p in made}

@@ -38,6 +38,7 @@ class Samples:
 
 
 FURTHER = 64  # times smaller than measured a table reaches
+CORNERS = np.array(list(product((0, 1), repeat=4)))
 
 
 @dataclass(frozen=True)
@@ -74,22 +75,17 @@ class Grid:
         beyond = sum(np.maximum(x - axis[-1], 0.0) for x, axis in zip(wanted, self.axes))
         return np.exp(self._inside([np.clip(x, axis[0], axis[-1]) for x, axis in zip(wanted, self.axes)]) + beyond)
 
-    def _inside(self, places: Sequence[Any]) -> Any:
-        """Logarithm of seconds by the corners of the cell around each place."""
+    def _inside(self, places: Any) -> Any:
+        """Logarithm of seconds at places, an array for each axis, by the corners of the cell around each."""
         low, part = [], []
         for place, axis in zip(places, self.axes):
             i = np.clip(np.searchsorted(axis, place, side="right") - 1, 0, max(len(axis) - 2, 0))
-            width = axis[np.minimum(i + 1, len(axis) - 1)] - axis[i]
             low.append(i)
-            part.append(np.where(width > 0, (place - axis[i]) / np.where(width > 0, width, 1.0), 0.0))
-        total: Any = 0.0
-        for corner in product((0, 1), repeat=len(self.axes)):
-            weight: Any = 1.0
-            for up, p in zip(corner, part):
-                weight = weight * (p if up else 1 - p)
-            index = tuple(np.minimum(i + up, len(a) - 1) for i, up, a in zip(low, corner, self.axes))
-            total = total + weight * self.seconds[index]
-        return total
+            part.append((place - axis[i]) / (axis[i + 1] - axis[i]) if len(axis) > 1 else place * 0.0)
+        ups = CORNERS.reshape(CORNERS.shape + (1,) * np.ndim(places[0]))
+        weights = np.where(ups, part, 1 - np.asarray(part)).prod(1)
+        index = tuple(np.minimum(i + ups[:, j], len(axis) - 1) for j, (i, axis) in enumerate(zip(low, self.axes)))
+        return (weights * self.seconds[index]).sum(0)
 
 
 def _never_less(seconds: Any) -> Any:

@@ -49,7 +49,7 @@ class Layout:
 @dataclass(frozen=True)
 class Priced:
     """The costs of what a model is made of, and the figures they were made with. ``boundary``: bytes of the activation
-    between two layers, whole over ``tp``."""
+    between two layers, whole over ``tp``; ``beside``: the rate of computation left while a collective runs."""
 
     prefix: UnitCost
     layer: UnitCost
@@ -58,6 +58,7 @@ class Priced:
     recipe: Recipe
     device: Device
     network: Network
+    beside: float = 1.0
 
 
 def layers_of_chunks(layers: int, pp: int, vp: int) -> list[int]:
@@ -114,14 +115,16 @@ def step_of(layout: Layout, priced: Priced) -> Step:
 
 
 def times(cost: UnitCost, layout: Layout, priced: Priced) -> UnitTimes:
-    """A unit's seconds and bytes under a layout's collectives and recomputation."""
+    """A unit's seconds and bytes under a layout's collectives and recomputation. What computes while a collective of
+    every microbatch runs beside it is slower."""
     forward_comm, backward_comm = inside_seconds(cost, layout, priced)
     saved, working, again = _recomputed(cost, layout, forward_comm)
     gather, reduce = data_seconds(cost.elements, layout, priced)
+    slower = 1 / priced.beside - 1 if layout.zero >= 2 else 0.0
     return UnitTimes(
         name=cost.name,
-        forward_s=cost.forward_s,
-        backward_input_s=cost.backward_input_s,
+        forward_s=cost.forward_s + slower * gather,
+        backward_input_s=cost.backward_input_s + slower * (gather + reduce),
         backward_weight_s=cost.backward_weight_s,
         recompute_s=again,
         forward_comm_s=forward_comm,
@@ -131,6 +134,7 @@ def times(cost: UnitCost, layout: Layout, priced: Priced) -> UnitTimes:
         gathered_bytes=cost.elements * priced.recipe.weight if layout.zero >= 2 else 0.0,
         gradient_bytes=cost.elements * priced.recipe.gradient if layout.zero >= 2 else 0.0,
         saved_bytes=saved,
+        weight_bytes=min(saved, sum(cost.for_weights.values())),
         recompute_bytes=working if again else 0.0,
         working_bytes=0.0 if again else working,
         comm="cp" if layout.tp == 1 else "tp",
@@ -147,9 +151,9 @@ def _recomputed(cost: UnitCost, layout: Layout, forward_comm: float) -> tuple[fl
     if layout.recompute == "attention":
         return saved - core, core + cost.working, cost.attention_s
     if layout.recompute == "ops":
-        kept = inputs + cost.products / 2
-        rest = cost.forward_s - cost.attention_s - cost.matmul_forward_s / 2
-        return kept, max(0.0, saved - kept) + cost.working, rest + forward_comm / 2
+        kept = inputs + cost.attended + sum(nbytes for nbytes, _ in cost.matmuls[::2])
+        known = cost.attention_s + sum(seconds for _, seconds in cost.matmuls[::2])
+        return kept, max(0.0, saved - kept) + cost.working, cost.forward_s - known + forward_comm / 2
     raise AutoparError(f"recompute {layout.recompute!r} is not known. Legal: none, full, attention, ops.")
 
 

@@ -162,7 +162,10 @@ def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Pri
     device = cluster.chip.device()
     prefix, layer, suffix = (unit_cost(units[name], how, device) for name in ("prefix", "layer", "suffix"))
     boundary = 2.0 * row.mbs * row.seq * row.hidden / layout.cp
-    return Priced(prefix, layer, suffix, boundary, how, device, cluster.network())
+    beside = cluster.chip.efficiency.get("beside")
+    return Priced(
+        prefix, layer, suffix, boundary, how, device, cluster.network(), beside.value if beside is not None else 1.0
+    )
 
 
 def reference(family: str, activation: str, layout: Layout, how: Recipe, dtype: str) -> Compiled:

@@ -36,12 +36,13 @@ class UnitCost:
     backward_input_s: float = 0.0
     backward_weight_s: float = 0.0
     attention_s: float = 0.0
-    matmul_forward_s: float = 0.0
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     saved: dict[Any, float] = field(default_factory=dict)
     core: dict[Any, float] = field(default_factory=dict)
     inputs: dict[Any, float] = field(default_factory=dict)
-    products: float = 0.0  # bytes of the results of matmuls and attention
+    matmuls: list[tuple[float, float]] = field(default_factory=list)  # bytes of each result, seconds of its forward
+    attended: float = 0.0  # bytes of the results of attention
+    for_weights: dict[Any, float] = field(default_factory=dict)  # of what is saved, what weight gradients read
     working: float = 0.0
     elements: float = 0.0  # of its parameters
     moves: tuple[tuple[Move, float], ...] = ()  # with the seconds of the heavy kernel that it could run beside
@@ -95,9 +96,10 @@ def _matmul(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> float:
     if biased and op.backward_weight:
         weight += device.memory_s(sum(float(p.nbytes) for p in op.writes))
     cost.add("matmul", forward, backward, weight)
-    cost.matmul_forward_s += forward
     _keep(cost, op.kept)
-    cost.products += sum(float(p.nbytes) for p in op.writes)
+    if op.backward_weight:
+        cost.for_weights |= {p.key: float(p.nbytes) for p in op.kept if not p.weight}
+    cost.matmuls.append((sum(float(p.nbytes) for p in op.writes), forward))
     both = sum(float(p.nbytes) for p in (*op.reads, *op.writes) if not p.weight)
     cost.working = max(cost.working, both)
     return forward
@@ -122,7 +124,7 @@ def _attention(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> float:
         forward, backward = _scores(op, op.attend, recipe, device, cost)
     cost.add("attention", forward, backward)
     cost.attention_s += forward
-    cost.products += sum(float(p.nbytes) for p in op.writes)
+    cost.attended += sum(float(p.nbytes) for p in op.writes)
     return forward
 
 
@@ -218,9 +220,9 @@ def _sources(ops: Sequence[Op], owner: Mapping[int, list[int]], i: int) -> list[
 
 def _kernel(group: Sequence[Op], unit: Unit, device: Device, cost: UnitCost) -> None:
     """One kernel forward and one backward of a group of memory-bound ops."""
-    inside = {id(op) for op in group}
+    members = {id(op) for op in group}
     written = {p.key: p for op in group for p in op.writes}
-    outside = {p.key for op in unit.ops if id(op) not in inside for p in op.reads}
+    outside = {p.key for op in unit.ops if id(op) not in members for p in op.reads}
     reads = _largest(p for op in group for p in op.reads if p.key not in written)
     used = {p.key for op in group for p in op.reads}
     leaves = {k: p for k, p in written.items() if k in outside or k not in used}
@@ -228,16 +230,13 @@ def _kernel(group: Sequence[Op], unit: Unit, device: Device, cost: UnitCost) -> 
     kept = _kept(group, reads, written, leaves)
     cost_backward = 0.0
     if any(op.grad for op in group):
-        gradients = [float(p.nbytes) for p in (*leaves.values(), *reads.values()) if p.floating and _varies(p, group)]
+        gradients = [float(p.nbytes) for p in (*leaves.values(), *reads.values()) if p.floating]
         cost_backward = sum(gradients) + sum(float(p.nbytes) for p in kept)
-        cost.working = max(cost.working, sum(gradients))
+        inside = max(gradients, default=0.0) if group[0].kind == "loss" and len(group) == 1 else 0.0
+        cost.working = max(cost.working, sum(gradients) + inside)  # a loss in two steps has a gradient between them
     _keep(cost, kept)
     kind = "loss" if _class(group) == "loss" else "memory"
     cost.add(kind, device.memory_s(forward), device.memory_s(cost_backward) if cost_backward else 0.0)
-
-
-def _varies(piece: Piece, group: Sequence[Op]) -> bool:
-    return True
 
 
 def _largest(pieces: Iterable[Piece]) -> dict[int, Piece]:
@@ -251,7 +250,7 @@ def _largest(pieces: Iterable[Piece]) -> dict[int, Piece]:
 def _kept(
     group: Sequence[Op], reads: Mapping[int, Piece], written: Mapping[int, Piece], leaves: Mapping[int, Piece]
 ) -> list[Piece]:
-    """What a kernel keeps: of a single op, what autograd does; of several, the outside tensors, statistics and masks."""
+    """What a kernel keeps: of one op, what autograd does; of several, tensors from outside, statistics and masks."""
     kept = _largest(p for op in group for p in op.kept)
     if len(group) == 1:
         return list(kept.values())

@@ -14,8 +14,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 
-EVERY_OP, WITHIN_MODULES, COMPILED = "eager", "modules", "compiled"
-ATTENTION = ("eager", "fused_softmax", "flash1", "flash2", "cudnn", "flash3")
+ATTENTION = ("eager", "fused_softmax", "triton", "flash1", "flash2", "cudnn", "flash3")
 FLASH = ATTENTION[2:]
 
 
@@ -25,8 +24,7 @@ class Recipe:
     reduction inside), "pointwise", "loss"; ``compiled``: all of a run, across modules.
 
     Bytes of each parameter: ``weight`` as computed with, ``gradient`` as accumulated and reduced, ``optimizer`` all
-    states with the fp32 master copy. ``resting``: the dtype bytes of a parameter between steps where it is not the
-    weight itself (0: the weight is all there is).
+    states with the fp32 master copy. (Where ZeRO-3 gathers weights, that copy is all that rests.)
     """
 
     attention: str = "flash2"
@@ -42,7 +40,6 @@ class Recipe:
     overlap_send: bool = False  # activations between stages
     overlap_tensor: bool = False  # tensor-parallel collectives, with the matmul beside them
     scatter_send: bool = False  # each tensor rank sends its part, gathered again inside the node
-    fp32_logits: bool = True
     source: str = ""
 
 
@@ -65,7 +62,8 @@ FRAMEWORKS = {
         attention="fused_softmax",
         fused=frozenset({"norm", "pointwise"}),
         dropout=True,
-        source="Megatron-DeepSpeed, as megatron",
+        gradient=2,
+        source="Megatron-DeepSpeed: as megatron, gradients accumulated and reduced in fp16 by DeepSpeed",
     ),
     "nemo": Recipe(
         attention="cudnn",
@@ -78,25 +76,23 @@ FRAMEWORKS = {
     "nanotron": Recipe(
         attention="flash2",
         fused=frozenset({"norm"}),
-        source="nanotron 2024: flash-attention 2 and its rotary and norm kernels; fp32 gradient accumulation",
+        overlap_tensor=True,
+        source="nanotron 2024: asynchronous tensor-parallel linears; flash-attention 2 and its rotary and norm kernels; fp32 gradient accumulation",
     ),
     "aleph_alpha": Recipe(
         attention="flash2",
-        source="Hagemann et al. 2023: own framework on PyTorch; ZeRO-1; kernels stated per row",
+        gradient=2,
+        source="Hagemann et al. 2023: own framework on PyTorch: bf16 gradients, ZeRO-1; kernels stated per row",
     ),
     "fsdp1": Recipe(
-        attention="flash1",
+        attention="triton",
         fused=frozenset({"norm", "loss"}),
-        gradient=4,
-        optimizer=12,
         overlap_reduce=True,
         overlap_gather=True,
-        source="llm-foundry v0.0.4: triton flash attention (version 1), fused cross-entropy, low-precision norms",
+        source="llm-foundry v0.0.4: flash attention of version 1 in triton, fused cross-entropy, low-precision norms",
     ),
     "torchtitan": Recipe(
         attention="flash2",
-        gradient=4,
-        optimizer=8,
         overlap_reduce=True,
         overlap_gather=True,
         source="torchtitan 2024-12: SDPA with flash-attention 2, FSDP2, fp32 parameters",

@@ -26,7 +26,7 @@ from autopar.solver.problem import TRANSIENT, Array, Index, Problem, Variable
 
 WIDEST = 30_000_000
 """Entries of the largest table (8 bytes each) that is made where no table is taken apart."""
-SPLIT = 400_000
+SPLIT = 100_000
 """The same where one has to be: the solver's, so that what it claims is found again."""
 
 

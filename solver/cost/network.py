@@ -69,7 +69,14 @@ class Group:
 
 @dataclass(frozen=True)
 class Network:
-    """The links of a cluster in plain numbers. Make one by ``Cluster.load(...).network()``."""
+    """The links of a cluster in plain numbers. Make one by ``Cluster.load(...).network()``.
+
+    >>> rates, begin = {"all_gather": 300e9}, {"all_gather": 1e-5}
+    >>> node = Lane("nvlink", spans=8, wire=450e9, bandwidth=rates, latency=begin)
+    >>> network = Network("x", (node, Lane("nics", spans=None, wire=50e9, bandwidth=rates, latency=begin)))
+    >>> [f"{network.seconds('all_gather', 8e9, size, stride):.4f} s" for size, stride in ((8, 1), (16, 1), (8, 8))]
+    ['0.0233 s', '0.0250 s', '0.1400 s']
+    """
 
     name: str
     lanes: tuple[Lane, ...]

@@ -8,7 +8,7 @@ of an op are multiplied.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -152,17 +152,17 @@ class _Rank:
         results = self.pieces[self.emitter.env[node]]
         nodes = operand_nodes(node)
         operands = [self._piece(o) for o in nodes]
-        reads = {p.key: p for p in operands}
-        writes = tuple(p for p in results if p is not None and p.key not in reads)
+        reads, old = {o: self._piece(o) for o in nodes}, {p.key for p in operands}
+        writes = tuple(p for p in results if p is not None and p.key not in old)
         kind, shapes = kind_of(node, is_view=not writes), [p.shape for p in operands]
         attend = attend_of(node, shapes)
         if attend is not None:  # the mask that tells one piece of the sequence from another is no part of the kernel
             inside = {p.key for n in new for p in self.pieces[n] if p is not None} - {p.key for p in writes}
-            kept = {k: p for k, p in kept.items() if k in reads or (k in made and k not in inside)}
+            kept = {k: p for k, p in kept.items() if k in old or (k in made and k not in inside)}
         needs = [(value(o).grad, o in self.weights) for o in nodes]
         forward, inputs, weights = products_of(node, shapes, needs, [p.shape for p in results if p is not None])
-        if kind == "lookup":
-            reads = _taken(reads, writes)
+        if kind == "lookup" and writes:  # of its table, the first operand, it reads as much as it makes
+            reads[nodes[0]] = replace(operands[0], shape=writes[0].shape)
         op = Op(
             str(node.target).rpartition(".")[0] or str(node.target),
             known.fqn,
@@ -231,12 +231,6 @@ class _Rank:
 def _vals(n: fx.Node) -> tuple[Any, ...]:
     val = n.meta["val"]
     return tuple(val) if isinstance(val, (tuple, list)) else (val,)
-
-
-def _taken(reads: Mapping[int, Piece], writes: Sequence[Piece]) -> dict[int, Piece]:
-    """What a lookup reads: of its table, the first operand, as much as it makes."""
-    table = next(iter(reads), None)
-    return {k: replace(p, shape=writes[0].shape) if k == table and writes else p for k, p in reads.items()}
 
 
 def _cut(rank: _Rank) -> list[Unit]:

@@ -108,6 +108,20 @@ def test_attention_is_recognised() -> None:
     assert attend.causal and attend.dtype == "bf16"
 
 
+def test_views_of_one_storage_are_read_one_by_one_and_kept_once() -> None:
+    (attention,) = (op for op in reference_units("gpt")["layer"].ops if op.kind == "attention")
+    head, heads = SYMBOLS["head"], A
+    assert [p.elements for p in attention.reads] == [B * S * heads * head] * 3
+    assert len({p.key for p in attention.reads}) == 1
+    (kept,) = (p for p in attention.kept if p.key == attention.reads[0].key)
+    assert kept.elements == 3 * B * S * heads * head
+
+
+def test_a_lookup_reads_what_it_takes_of_its_table() -> None:
+    (lookup,) = (op for op in reference_units("llama", tp=True)["prefix"].ops if op.kind == "lookup")
+    assert [p.elements for p in lookup.reads] == [B * S * H, B * S]
+
+
 def test_a_layer_moves_what_megatron_does() -> None:
     def moves(**options: bool) -> list[tuple[str, str]]:
         entries = reference_units("llama", tp=True, **options)["layer"].entries

@@ -151,7 +151,8 @@ def _scores(op: Op, a: Attend, recipe: Recipe, device: Device, cost: UnitCost) -
     backward = 2 * scored + 2 * mixed + sum(device.memory_s(n * scores) for n in back)
     cost.core |= {(op.module, name): nbytes for name, nbytes in kept.items()}
     cost.saved |= cost.core
-    _keep(cost, (p for p in op.reads if p.floating))
+    read = {p.key for p in op.reads}
+    _keep(cost, (p for p in op.kept if p.key in read))
     cost.working = max(cost.working, 2 * size * scores)
     return float(forward), float(backward)
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from autopar.cluster import Cluster
 
 NEEDED = KINDS[:-1]  # of every tier: all but send
-EFFICIENCIES = ("matmul", "memory", "unaligned", "beside", *(f"matmul_{d}" for d in DTYPES))
+EFFICIENCIES = ("matmul", "memory", "unaligned", "beside", "scores", *(f"matmul_{d}" for d in DTYPES))
 
 
 def check(cluster: Cluster, where: str) -> None:

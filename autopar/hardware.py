@@ -10,6 +10,7 @@ from typing import Literal
 from autopar.errors import AutoparError
 from autopar.solver.cost import Device, Grid, Lane, Samples
 
+KERNEL = "sdpa"  # the attention kernel that a measured file has: what torch takes itself
 DTYPES = ("fp64", "fp32", "tf32", "bf16", "fp16", "fp8")
 ITEMSIZE = {"fp64": 8, "fp32": 4, "tf32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
 INSTEAD = {
@@ -113,9 +114,10 @@ class Chip:
     """One rank's device. ``memory`` in bytes, ``memory_bandwidth`` in bytes/s, ``flops`` dense FLOP/s by dtype.
 
     ``efficiency``: fraction of the peak FLOP/s ("matmul"; "matmul_fp8" where it differs) and of the bandwidth
-    ("memory") that is reached at best, and of the rate of matmuls that is left where a width is no multiple of 8
-    ("unaligned"). ``launch``: seconds that any kernel takes at least. ``matmul``, ``attention``, ``copy``: what is
-    measured of kernels by shape and size (``copy``: bytes read and written).
+    ("memory") that is reached at best; of the rate of matmuls what is left where a width is no multiple of 8
+    ("unaligned"), where k is the width of a head ("scores"), and beside a collective ("beside"). ``launch``: seconds that any kernel takes at least. ``matmul``, ``attention``, ``copy``: what is
+    measured of kernels by shape and size (``copy``: bytes read and written); ``kernels``: the same of single ops, by
+    name (``aten.gelu``).
     """
 
     kind: Literal["cpu", "cuda"]
@@ -130,6 +132,7 @@ class Chip:
     matmul: Mapping[str, Matmuls] = field(default_factory=dict)
     attention: tuple[Attention, ...] = ()
     copy: Curve | None = None
+    kernels: Mapping[str, Curve] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the data sheet. A dtype without a figure takes the next of `INSTEAD`; fp64 half of fp32's."""
@@ -165,6 +168,9 @@ class Chip:
             return live
         return live * (1 + self.reserved.fragmentation.value) + self.reserved.context.value
 
+    def _left(self, name: str) -> float:
+        return self.efficiency[name].value if name in self.efficiency else 1.0
+
     def device(self) -> Device:
         """The seconds of this chip's kernels."""
         return Device(
@@ -174,11 +180,13 @@ class Chip:
             bandwidth=self.memory_rate,
             launch_s=self.launch.value if self.launch else 0.0,
             sustained=self.sustained,
-            unaligned=self.efficiency["unaligned"].value if "unaligned" in self.efficiency else 1.0,
+            unaligned=self._left("unaligned"),
+            scores=self._left("scores"),
             peaks={d: self.peak(d) for d in DTYPES},
             grids={dtype: table.grid() for dtype, table in self.matmul.items()},
             attentions={(a.kernel, a.head, a.causal, a.backward): Samples.of(a.points) for a in self.attention},
             copy=self.copy.samples() if self.copy else None,
+            kernels={op: curve.samples() for op, curve in self.kernels.items()},
         )
 
 

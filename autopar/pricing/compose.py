@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import AutoparError
-from autopar.pricing.kernels import UnitCost
+from autopar.pricing.kernels import Beside, UnitCost
 from autopar.pricing.recipe import Recipe
 from autopar.solver.cost.device import Device
 from autopar.solver.cost.network import Network
@@ -49,7 +49,8 @@ class Layout:
 @dataclass(frozen=True)
 class Priced:
     """The costs of what a model is made of, and the figures they were made with. ``boundary``: bytes of the activation
-    between two layers, whole over ``tp``; ``beside``: the rate of computation left while a collective runs."""
+    between two layers, whole over ``tp``; ``beside``: the rate of computation left while a collective runs;
+    ``table``: elements of the token embedding on a rank."""
 
     prefix: UnitCost
     layer: UnitCost
@@ -59,6 +60,7 @@ class Priced:
     device: Device
     network: Network
     beside: float = 1.0
+    table: float = 0.0
 
 
 def layers_of_chunks(layers: int, pp: int, vp: int) -> list[int]:
@@ -94,9 +96,8 @@ def step_of(layout: Layout, priced: Priced) -> Step:
             elements[0] += priced.prefix.elements
         if i == last:
             units.append((suffix, 1))
-            elements[i % layout.pp] += priced.suffix.elements - (
-                priced.prefix.elements if layout.tied and layout.pp == 1 else 0.0
-            )
+            shared = layout.tied and layout.pp == 1
+            elements[i % layout.pp] += priced.suffix.elements - (priced.table if shared else 0.0)
         chunks[i % layout.pp].append(Chunk(tuple(units), send_s=send if i < last else 0.0))
     return Step(
         chunks=tuple(tuple(c) for c in chunks),
@@ -121,10 +122,12 @@ def times(cost: UnitCost, layout: Layout, priced: Priced) -> UnitTimes:
     saved, working, again = _recomputed(cost, layout, forward_comm)
     gather, reduce = data_seconds(cost.elements, layout, priced)
     slower = 1 / priced.beside - 1 if layout.zero >= 2 else 0.0
+    r, each = priced.recipe, cost.elements if layout.zero >= 2 and layout.shards > 1 else 0.0
+    gathered, laid_out = (priced.device.memory_s(n * each) if n else 0.0 for n in (r.gather_copies, r.reduce_copies))
     return UnitTimes(
         name=cost.name,
-        forward_s=cost.forward_s + slower * gather,
-        backward_input_s=cost.backward_input_s + slower * (gather + reduce),
+        forward_s=cost.forward_s + slower * gather + gathered,
+        backward_input_s=cost.backward_input_s + slower * (gather + reduce) + gathered + laid_out,
         backward_weight_s=cost.backward_weight_s,
         recompute_s=again,
         forward_comm_s=forward_comm,
@@ -159,8 +162,7 @@ def _recomputed(cost: UnitCost, layout: Layout, forward_comm: float) -> tuple[fl
 
 def inside_seconds(cost: UnitCost, layout: Layout, priced: Priced) -> tuple[float, float]:
     """Exposed seconds, forward and backward, of the collectives of activations inside a unit."""
-    forward = backward = 0.0
-    ring_forward = ring_backward = 0.0
+    forward = backward = ring_forward = ring_backward = 0.0
     for move, beside in cost.moves:
         if move.weight:
             continue
@@ -170,17 +172,39 @@ def inside_seconds(cost: UnitCost, layout: Layout, priced: Priced) -> tuple[floa
             back = _seconds(move.backward, move.backward_piece.nbytes, move, layout, priced)
         if move.axis == "cp":
             ring_forward, ring_backward = ring_forward + there, ring_backward + max(back, there) * RING
-        elif priced.recipe.overlap_tensor:
-            first = 1 / layout.tp
-            forward += there * first + max(0.0, there * (1 - first) - beside)
-            backward += back * first + max(0.0, back * (1 - first) - beside)
         else:
-            forward, backward = forward + there, backward + back
+            one, other = exposed(move, beside, there, back, layout.tp, priced.recipe)
+            forward, backward = forward + one, backward + other
     if layout.cp > 1:
         hidden = cost.attention_s * (layout.cp - 1) / layout.cp
         forward += max(0.0, ring_forward - hidden)
         backward += max(0.0, ring_backward - 2 * hidden)
     return forward, backward
+
+
+def exposed(move: Move, beside: Beside, there: float, back: float, ranks: int, recipe: Recipe) -> tuple[float, float]:
+    """What of a tensor-parallel collective's seconds forward and backward is waited for.
+
+    Cut in as many pieces as there are ranks and run beside the matmul that makes or reads them (``overlap_tensor``),
+    one piece is. Run as a whole (``overlap_backward``), the sum of gradients hides behind the weight gradients, a second
+    gather behind the gradients of activations.
+    """
+    again = there if move.again else 0.0
+    after, before = beside.after, beside.before
+    if recipe.overlap_tensor:
+        gathers = move.kind == "all_gather"
+        forward = _piecewise(there, after.forward if gathers else before.forward, ranks)
+        backward = _piecewise(back, after.backward_input if gathers else before.backward_input, ranks)
+        return forward, backward + max(0.0, again - after.backward_weight)
+    if recipe.overlap_backward:
+        summed = move.backward in ("all_reduce", "reduce_scatter")
+        rest = max(0.0, back - after.backward_weight) if summed else back
+        return there, rest + max(0.0, again - after.backward_input)
+    return there, back + again
+
+
+def _piecewise(seconds: float, beside: float, pieces: int) -> float:
+    return seconds / pieces + max(0.0, seconds * (1 - 1 / pieces) - beside)
 
 
 def _seconds(kind: str, nbytes: float, move: Move, layout: Layout, priced: Priced) -> float:
@@ -218,7 +242,7 @@ def tied_seconds(layout: Layout, priced: Priced) -> float:
     if not layout.tied or layout.pp == 1:
         return 0.0
     stride = layout.tp * layout.shards * (layout.pp - 1)
-    return float(priced.network.seconds("all_reduce", priced.recipe.gradient * priced.prefix.elements, 2, stride))
+    return float(priced.network.seconds("all_reduce", priced.recipe.gradient * priced.table, 2, stride))
 
 
 def optimizer_seconds(elements: float, layout: Layout, priced: Priced) -> float:
@@ -226,7 +250,8 @@ def optimizer_seconds(elements: float, layout: Layout, priced: Priced) -> float:
     written, the weight written."""
     r = priced.recipe
     own = elements / (layout.shards if layout.zero else 1)
-    return float(priced.device.memory_s((2 * r.gradient + 2 * r.optimizer + r.weight) * own))
+    update = r.optimizer_traffic or r.gradient + 2 * r.optimizer + r.weight
+    return float(priced.device.memory_s((r.gradient + update) * own))
 
 
 def static_bytes(elements: float, layout: Layout, recipe: Recipe) -> Mapping[str, float]:

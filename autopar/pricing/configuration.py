@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from autopar.pricing.recipe import Recipe, recipe
 from autopar.pricing.symbols import Compiled, compiled, reference_units
 from autopar.solver.simulate.engine import Timeline
 from autopar.solver.simulate.step import run
+from autopar.solver.work import Move, Op, Unit, gathered_again
 
 if TYPE_CHECKING:
     from autopar.bench.published_rows import Row
@@ -77,7 +78,16 @@ def cluster_of(row: Row) -> Cluster:
 def recipe_of(row: Row) -> Recipe:
     """How the run computes, with what it states."""
     run_ = row.run
-    names = ("attention_kernel", "fused_norm", "compile", "async_tp", "tp_overlap", "grad_bytes", "dropout")
+    names = (
+        "attention_kernel",
+        "fused_norm",
+        "compile",
+        "async_tp",
+        "tp_overlap",
+        "grad_bytes",
+        "dropout",
+        "logits_sharded",
+    )
     return recipe(run_.source_kind, **{name: getattr(run_, name) for name in names})
 
 
@@ -148,7 +158,7 @@ def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Pri
         "cp": layout.cp,
         "h": row.hidden,
         "heads": row.heads,
-        "kv_heads": row.kv_heads or row.heads,
+        "kv_heads": max(row.kv_heads or row.heads, layout.tp),
         "head": row.hidden // row.heads,
         "ffn": row.ffn,
         "vocab": padded(row.vocab or VOCABULARY, layout.tp),
@@ -157,14 +167,39 @@ def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Pri
     if family is None:
         raise AutoparError(f"ffn_type {row.ffn_type!r} is not known. Legal: {', '.join(FAMILIES)}.")
     dtype = "fp16" if row.precision.startswith("fp16") else "bf16"
-    structure = reference(family, row.ffn_type, layout, how, dtype)
-    units = structure(sizes)
+    units = reference(family, row.ffn_type, layout, how, dtype)(sizes)
+    if layout.tp > 1 and not how.sharded_logits:
+        alone = reference(family, row.ffn_type, replace(layout, tp=1, sequence_parallel=False), how, dtype)
+        units["suffix"] = gathered_logits(units["suffix"], alone(sizes | {"tp": 1})["suffix"])
+    if how.gathers_again:
+        units = {name: gathered_again(unit) for name, unit in units.items()}
     device = cluster.chip.device()
     prefix, layer, suffix = (unit_cost(units[name], how, device) for name in ("prefix", "layer", "suffix"))
     boundary = 2.0 * row.mbs * row.seq * row.hidden / layout.cp
     beside = cluster.chip.efficiency.get("beside")
     return Priced(
-        prefix, layer, suffix, boundary, how, device, cluster.network(), beside.value if beside is not None else 1.0
+        prefix,
+        layer,
+        suffix,
+        boundary,
+        how,
+        device,
+        cluster.network(),
+        beside=beside.value if beside is not None else 1.0,
+        table=sizes["vocab"] * row.hidden / layout.tp,
+    )
+
+
+def gathered_logits(parted: Unit, whole: Unit) -> Unit:
+    """The last unit with logits gathered before the loss: up to the head as it is ``parted``, then as it is ``whole``."""
+    head, loss = (
+        max(i for i, e in enumerate(u.entries) if isinstance(e, Op) and e.kind == "matmul") for u in (parted, whole)
+    )
+    logits = whole.entries[loss].writes[0]  # type: ignore[union-attr]
+    own = parted.entries[head].writes[0]  # type: ignore[union-attr]
+    gather = Move("", "tp", "all_gather", logits, "", None, weight=False, source=own, result=logits)
+    return replace(
+        parted, entries=(*parted.entries[: head + 1], gather, *whole.entries[loss + 1 :]), made=parted.made | whole.made
     )
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.pricing.recipe import FLASH, Recipe
 from autopar.solver.cost.device import Device
@@ -19,6 +19,26 @@ from autopar.solver.work import Attend, Move, Op, Piece, Unit
 
 HEAVY = ("matmul", "attention", "conv")
 SMALL = 16  # statistics: a kept tensor with so many times fewer elements than the largest
+
+
+class Ways(NamedTuple):
+    """Seconds of matmuls: forward, gradients of activations, gradients of weights."""
+
+    forward: float = 0.0
+    backward_input: float = 0.0
+    backward_weight: float = 0.0
+
+    @staticmethod
+    def sum(ways: Iterable[Ways]) -> Ways:
+        """Of several."""
+        return Ways(*map(sum, zip(Ways(), *ways, strict=True)))
+
+
+class Beside(NamedTuple):
+    """What a collective may run beside: the matmuls ``before`` it, which make what it moves, and those ``after`` it."""
+
+    before: Ways
+    after: Ways
 
 
 @dataclass
@@ -45,7 +65,7 @@ class UnitCost:
     for_weights: dict[Any, float] = field(default_factory=dict)  # of what is saved, what weight gradients read
     working: float = 0.0
     elements: float = 0.0  # of its parameters
-    moves: tuple[tuple[Move, float], ...] = ()  # with the seconds of the heavy kernel that it could run beside
+    moves: tuple[tuple[Move, Beside], ...] = ()
 
     def add(self, kind: str, forward: float, backward: float, weight: float = 0.0) -> None:
         """Seconds of one kernel."""
@@ -58,21 +78,18 @@ class UnitCost:
 def unit_cost(unit: Unit, recipe: Recipe, device: Device) -> UnitCost:
     """What a unit with numeric sizes takes."""
     cost = UnitCost(unit.name, elements=float(sum(_elements(p) for _, p in unit.parameters)))
-    made, beside = set(unit.made), 0.0
-    moves: list[tuple[Move, float]] = []
-    for entry in unit.entries:
-        if isinstance(entry, Move):
-            moves.append((entry, beside))
-        elif entry.kind == "attention":
-            beside = _attention(entry, recipe, device, cost)
-        elif entry.kind in HEAVY:
-            beside = _matmul(entry, recipe, device, cost)
-    cost.moves = tuple(moves)
+    matmuls: list[tuple[Op, Ways]] = []
+    for op in unit.ops:
+        if op.kind == "attention":
+            _attention(op, recipe, device, cost)
+        elif op.kind in HEAVY:
+            matmuls.append((op, _matmul(op, recipe, device, cost)))
+    cost.moves = tuple((move, _beside(move, matmuls)) for move in unit.moves)
     for group in groups(unit, recipe):
         _kernel(group, unit, device, cost)
     for op in unit.ops:
         for piece in (*op.reads, *op.kept):
-            if piece.key not in made and not piece.weight and piece.floating:
+            if piece.key not in unit.made and not piece.weight and piece.floating:
                 cost.inputs[piece.key] = max(cost.inputs.get(piece.key, 0.0), float(piece.nbytes))
     return cost
 
@@ -81,8 +98,15 @@ def _elements(piece: Piece) -> float:
     return float(piece.elements)
 
 
-def _matmul(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> float:
-    """Seconds of its forward. Gradients of weights are added to what is there: inside the matmul or by a kernel."""
+def _beside(move: Move, matmuls: Sequence[tuple[Op, Ways]]) -> Beside:
+    """The matmuls that make what a collective moves, and those that read it."""
+    before = [ways for op, ways in matmuls if move.source.key in {p.key for p in op.writes}]
+    after = [ways for op, ways in matmuls if move.result.key in {p.key for p in op.reads}]
+    return Beside(Ways.sum(before), Ways.sum(after))
+
+
+def _matmul(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> Ways:
+    """Seconds of its three ways. Gradients of weights are added to what is there: inside the matmul or by a kernel."""
     ways = [sum(device.matmul_s(p.batch, p.m, p.n, p.k, p.dtype) for p in way) for way in
             (op.forward, op.backward_input, op.backward_weight)]  # fmt: skip
     forward, backward, weight = (float(w) for w in ways)
@@ -102,7 +126,7 @@ def _matmul(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> float:
     cost.matmuls.append((sum(float(p.nbytes) for p in op.writes), forward))
     both = sum(float(p.nbytes) for p in (*op.reads, *op.writes) if not p.weight)
     cost.working = max(cost.working, both)
-    return forward
+    return Ways(forward, backward, weight)
 
 
 def _keep(cost: UnitCost, kept: Iterable[Piece]) -> None:
@@ -111,7 +135,7 @@ def _keep(cost: UnitCost, kept: Iterable[Piece]) -> None:
             cost.saved[piece.key] = max(cost.saved.get(piece.key, 0.0), float(piece.nbytes))
 
 
-def _attention(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> float:
+def _attention(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> None:
     assert op.attend is not None
     if recipe.attention in FLASH:
         a = op.attend
@@ -125,7 +149,6 @@ def _attention(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> float:
     cost.add("attention", forward, backward)
     cost.attention_s += forward
     cost.attended += sum(float(p.nbytes) for p in op.writes)
-    return forward
 
 
 def _scores(op: Op, a: Attend, recipe: Recipe, device: Device, cost: UnitCost) -> tuple[float, float]:
@@ -138,6 +161,7 @@ def _scores(op: Op, a: Attend, recipe: Recipe, device: Device, cost: UnitCost) -
     heads = a.batch * a.heads
     mixed = device.matmul_s(heads, a.queries, a.head, a.keys, a.dtype)
     scored = device.matmul_s(heads, a.queries, a.keys, a.head, a.dtype)
+    scored = max(scored, 2 * scores * a.head / (device.rates[a.dtype] * device.sustained * device.scores))
     fused = recipe.attention == "fused_softmax"
     passes = [2 * size] if fused else [2 * size, 2 * size, size + 4, 8, 4 + size]  # scale, mask, cast, softmax, cast
     back = [3 * size] if fused else [4 + size, 12, size + 4, 2 * size, 2 * size]

@@ -15,6 +15,9 @@ from typing import Any
 from autopar.errors import AutoparError
 
 ATTENTION = ("eager", "fused_softmax", "triton", "flash1", "flash2", "cudnn", "flash3")
+FOREACH = 80
+"""Bytes an element of AdamW as single operations over all tensors: weight decay 8, first moment 12, second 8 + 12, root,
+division, epsilon 8 each, update 16 (``torch/optim/adamw.py``, ``_multi_tensor_adamw``)."""
 FLASH = ATTENTION[2:]
 
 
@@ -39,10 +42,22 @@ class Recipe:
     overlap_gather: bool = False  # parameters of a sharded optimizer, with the first forward
     overlap_send: bool = False  # activations between stages
     overlap_tensor: bool = False  # tensor-parallel collectives, with the matmul beside them
+    overlap_backward: bool = False  # tensor-parallel sums of gradients, with the matmul of the weights' gradients
+    sharded_logits: bool = True  # the loss reads its rank's part of the vocabulary; else logits are gathered
     scatter_send: bool = False  # each tensor rank sends its part, gathered again inside the node
+    gathers_again: bool = True  # what tensor ranks gather is gathered a second time for backward, and not kept
+    gather_copies: int = 0  # bytes copied for each element of a weight that is gathered at its use
+    reduce_copies: int = 0  # bytes copied for each element of a gradient before it is reduced
+    optimizer_traffic: int = 0  # bytes that the optimizer reads and writes an element; 0: one kernel's
     source: str = ""
 
 
+STATED = (  # what a run may state -> the field of its recipe
+    ("compile", "compiled"),
+    ("tp_overlap", "overlap_tensor"),
+    ("grad_bytes", "gradient"),
+    ("logits_sharded", "sharded_logits"),
+)
 HAND_WRITTEN = frozenset({"norm", "pointwise", "loss"})
 FRAMEWORKS = {
     "megatron": Recipe(
@@ -56,7 +71,8 @@ FRAMEWORKS = {
         attention="fused_softmax",
         fused=frozenset({"norm", "pointwise"}),
         dropout=True,
-        source="Megatron-LM 2023, as megatron",
+        overlap_backward=True,
+        source="Megatron-LM 2023: as megatron",
     ),
     "vtrain": Recipe(
         attention="fused_softmax",
@@ -71,7 +87,9 @@ FRAMEWORKS = {
         overlap_reduce=True,
         overlap_gather=True,
         overlap_send=True,
-        source="NeMo with Transformer Engine on H100: cuDNN attention, fused norms, swiglu, rotary, cross-entropy",
+        overlap_backward=True,
+        source="NeMo with Transformer Engine on H100: cuDNN attention, fused norms, swiglu, rotary, cross-entropy; Megatron-core's "
+        "asynchronous backward of tensor-parallel linears",
     ),
     "nanotron": Recipe(
         attention="flash2",
@@ -82,6 +100,7 @@ FRAMEWORKS = {
     "aleph_alpha": Recipe(
         attention="flash2",
         gradient=2,
+        sharded_logits=False,
         source="Hagemann et al. 2023: own framework on PyTorch: bf16 gradients, ZeRO-1; kernels stated per row",
     ),
     "fsdp1": Recipe(
@@ -89,13 +108,20 @@ FRAMEWORKS = {
         fused=frozenset({"norm", "loss"}),
         overlap_reduce=True,
         overlap_gather=True,
-        source="llm-foundry v0.0.4: flash attention of version 1 in triton, fused cross-entropy, low-precision norms",
+        reduce_copies=10,
+        optimizer_traffic=FOREACH,
+        source="llm-foundry v0.0.4: flash attention of version 1 in triton, fused cross-entropy, low-precision norms. "
+        "FSDP 1 concatenates the gradients of a unit (2 + 2 bytes) and casts them to fp32 (2 + 4)",
     ),
     "torchtitan": Recipe(
         attention="flash2",
         overlap_reduce=True,
         overlap_gather=True,
-        source="torchtitan 2024-12: SDPA with flash-attention 2, FSDP2, fp32 parameters",
+        gather_copies=4,
+        reduce_copies=6,
+        optimizer_traffic=FOREACH,
+        source="torchtitan 2024-12: SDPA with flash-attention 2, fp32 parameters. FSDP 2 copies what it gathers (2 + 2 bytes) "
+        "and lays out gradients in fp32 (2 + 4)",
     ),
     "maxtext": Recipe(
         attention="cudnn", fused=HAND_WRITTEN, compiled=True, overlap_reduce=True, overlap_gather=True, source="XLA"
@@ -121,7 +147,7 @@ def recipe(framework: str | None, **stated: Any) -> Recipe:
     if stated.get("fused_norm") is not None:
         fused = found.fused | {"norm"} if stated["fused_norm"] else found.fused - {"norm"}
         found = replace(found, fused=fused)
-    for key, field in (("compile", "compiled"), ("tp_overlap", "overlap_tensor"), ("grad_bytes", "gradient")):
+    for key, field in STATED:
         if stated.get(key) is not None:
             found = replace(found, **{field: stated[key]})
     if stated.get("async_tp"):

@@ -39,7 +39,7 @@ class Device:
     """A device in plain numbers. ``rates``: burst FLOP/s that the best matmuls reach, by dtype; ``peaks``: those of
     the data sheet; ``bandwidth``: bytes/s that large kernels reach; ``launch_s``: seconds of the shortest kernel;
     ``sustained``: the fraction of burst rates that a long run holds; ``unaligned``: what is left of a matmul's rate
-    where n or k is no multiple of 8. Make one by ``Cluster.load(...).chip.device()``.
+    where n or k is no multiple of 8; ``scores``: of one whose k is the width of a head. Make one by ``Cluster.load(...).chip.device()``.
 
     >>> device = Device("x", {"bf16": 8e14}, {"bf16": 1e15}, {"bf16": 2}, 3e12, launch_s=5e-6)
     >>> f"{device.matmul_s(1, 8192, 8192, 8192):.6f} s, {device.memory_s(3e9):.6f} s"
@@ -54,9 +54,11 @@ class Device:
     launch_s: float = 0.0
     sustained: float = 1.0
     unaligned: float = 1.0
+    scores: float = 1.0
     grids: Mapping[str, Grid] = field(default_factory=dict)
     attentions: Mapping[tuple[str, int, bool, bool], Samples] = field(default_factory=dict)
     copy: Samples | None = None
+    kernels: Mapping[str, Samples] = field(default_factory=dict)
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of the data sheet."""
@@ -107,6 +109,12 @@ class Device:
         if self.copy is not None and not symbolic(nbytes):
             return self.copy.above(nbytes)[()]
         return self.launch_s + nbytes / self.bandwidth
+
+    def kernel_s(self, op: str, nbytes: Any) -> Any:
+        """Seconds of an op by name that reads and writes ``nbytes``: its own curve, or that of any kernel."""
+        if op in self.kernels:
+            return self.kernels[op].above(nbytes)[()]
+        return self.memory_s(nbytes)
 
     def _held(self, burst: Any) -> Any:
         """Seconds in a long run of what takes ``burst`` alone."""

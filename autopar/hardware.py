@@ -162,6 +162,11 @@ class Chip:
         """Bytes/s of device memory that large kernels reach."""
         return self.memory_bandwidth.value * self.efficiency["memory"].value
 
+    @property
+    def context(self) -> float:
+        """Bytes of the driver, the libraries and the buffers of communicators."""
+        return self.reserved.context.value if self.reserved else 0.0
+
     def held(self, live: float) -> float:
         """Bytes of the device that are taken where ``live`` bytes of tensors are: with fragmentation and context."""
         if self.reserved is None:

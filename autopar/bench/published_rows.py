@@ -102,6 +102,7 @@ class Row:
     pp_schedule: str | None = None
     step_time_s: float | None = None
     peak_mem_gib: float | None = None
+    mem_kind: str = ""  # what the source says that it measured
     tier: str = ""
     run: Run = field(default_factory=Run)
     use: Use = field(default_factory=Use)
@@ -135,7 +136,6 @@ UNREAD = {
     "mfu_pct",
     "mfu_peak_tflops",
     "hfu_pct",
-    "mem_kind",
     "mem_detail",
     "derived",
     "complete",

@@ -186,8 +186,8 @@ def exposed(move: Move, beside: Beside, there: float, back: float, ranks: int, r
     """What of a tensor-parallel collective's seconds forward and backward is waited for.
 
     Cut in as many pieces as there are ranks and run beside the matmul that makes or reads them (``overlap_tensor``),
-    one piece is. Run as a whole (``overlap_backward``), the sum of gradients hides behind the weight gradients, a second
-    gather behind the gradients of activations.
+    one piece is. Run as a whole (``overlap_backward``), the sum of gradients hides behind the weight gradients, a
+    second gather behind the gradients of activations.
     """
     again = there if move.again else 0.0
     after, before = beside.after, beside.before
@@ -259,7 +259,7 @@ def static_bytes(elements: float, layout: Layout, recipe: Recipe) -> Mapping[str
     shards = layout.shards
     return {
         "parameters": recipe.weight * elements if layout.zero < 2 else 0.0,
-        "gradients": recipe.gradient * elements / (shards if layout.zero >= 2 else 1),
+        "gradients": (recipe.gradient + recipe.gradient_scratch) * elements / (shards if layout.zero >= 2 else 1),
         "optimizer": recipe.optimizer * elements / (shards if layout.zero else 1),
     }
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
@@ -33,7 +33,7 @@ FAMILIES = {"gelu": "gpt", "swiglu": "llama", "relu2": "llama"}
 
 @dataclass(frozen=True)
 class PricedRow:
-    """Seconds of a step; GiB of the fullest rank, with what allocator and driver add; whether that fits; ``parts``:
+    """Seconds of a step; GiB of the fullest rank; whether that fits, with what allocator and driver add; ``parts``:
     seconds (``*_s``) and GiB (``*_gib``) by owner."""
 
     step_s: float
@@ -50,16 +50,18 @@ def price_row(row: Row) -> PricedRow:
     layout = layout_of(row)
     priced = priced_units(row, layout, how, cluster)
     timeline = run(step_of(layout, priced))
-    return summary(timeline, cluster)
+    return summary(timeline, cluster, row.mem_kind)
 
 
-def summary(timeline: Timeline, cluster: Cluster) -> PricedRow:
-    """Step seconds and the peak of the fullest rank."""
+def summary(timeline: Timeline, cluster: Cluster, kind: str = "") -> PricedRow:
+    """Step seconds and the peak of the fullest rank: of live tensors, or where ``kind`` says so what the allocator
+    reserved for them. Whether it fits counts the driver's context too."""
     rank, peak = timeline.worst
-    reserved = cluster.chip.held(peak.nbytes)
+    held = cluster.chip.held(peak.nbytes)
+    reserved = held - cluster.chip.context if "max reserved" in kind else peak.nbytes
     parts = {f"{kind}_s": seconds for kind, seconds in timeline.parts(rank).items()}
     parts |= {f"{owner}_gib": nbytes / GIB for owner, nbytes in peak.owners.items()}
-    return PricedRow(timeline.seconds, reserved / GIB, reserved <= cluster.memory, parts, timeline)
+    return PricedRow(timeline.seconds, reserved / GIB, held <= cluster.memory, parts, timeline)
 
 
 def cluster_of(row: Row) -> Cluster:
@@ -191,7 +193,7 @@ def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Pri
 
 
 def gathered_logits(parted: Unit, whole: Unit) -> Unit:
-    """The last unit with logits gathered before the loss: up to the head as it is ``parted``, then as it is ``whole``."""
+    """The last unit with logits gathered before the loss: to the head as it is ``parted``, then as it is ``whole``."""
     head, loss = (
         max(i for i, e in enumerate(u.entries) if isinstance(e, Op) and e.kind == "matmul") for u in (parted, whole)
     )

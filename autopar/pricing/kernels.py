@@ -87,11 +87,20 @@ def unit_cost(unit: Unit, recipe: Recipe, device: Device) -> UnitCost:
     cost.moves = tuple((move, _beside(move, matmuls)) for move in unit.moves)
     for group in groups(unit, recipe):
         _kernel(group, unit, device, cost)
+    if recipe.holds_outputs and any(op.kind == "loss" for op in unit.ops):
+        _keep(cost, _outputs(unit))
     for op in unit.ops:
         for piece in (*op.reads, *op.kept):
             if piece.key not in unit.made and not piece.weight and piece.floating:
                 cost.inputs[piece.key] = max(cost.inputs.get(piece.key, 0.0), float(piece.nbytes))
     return cost
+
+
+def _outputs(unit: Unit) -> list[Piece]:
+    """The logits that a loss reads, and what they were cast from."""
+    made = {p.key: op for op in unit.ops for p in op.writes}
+    read = [p for op in unit.ops if op.kind == "loss" for p in op.reads if p.floating]
+    return [*read, *(p for r in read if r.key in made for p in made[r.key].reads if not p.weight)]
 
 
 def _elements(piece: Piece) -> float:
@@ -198,7 +207,7 @@ def groups(unit: Unit, recipe: Recipe) -> list[list[Op]]:
         for j in _sources(ops, owner, i):
             if ops[j].kind in HEAVY or level[i] != level[j]:
                 continue
-            if recipe.compiled or (op.module == ops[j].module) or "view" in (op.kind, ops[j].kind):
+            if recipe.compiled or op.module == ops[j].module or "view" in (op.kind, ops[j].kind):
                 home[find(i)] = find(j)
     joined: dict[int, list[int]] = defaultdict(list)
     for i, op in enumerate(ops):
@@ -207,7 +216,8 @@ def groups(unit: Unit, recipe: Recipe) -> list[list[Op]]:
     found: list[list[Op]] = []
     for members in joined.values():
         group = [ops[i] for i in members]
-        if recipe.compiled or _class(group) in recipe.fused:
+        kind = _class(group)
+        if kind in recipe.fused or (recipe.compiled and (kind != "loss" or recipe.compiled_loss)):
             found.append(group)
         else:
             found += [[op] for op in group]

@@ -16,8 +16,8 @@ from autopar.errors import AutoparError
 
 ATTENTION = ("eager", "fused_softmax", "triton", "flash1", "flash2", "cudnn", "flash3")
 FOREACH = 80
-"""Bytes an element of AdamW as single operations over all tensors: weight decay 8, first moment 12, second 8 + 12, root,
-division, epsilon 8 each, update 16 (``torch/optim/adamw.py``, ``_multi_tensor_adamw``)."""
+"""Bytes an element of AdamW as single operations over all tensors: weight decay 8, first moment 12, second 8 + 12,
+root, division, epsilon 8 each, update 16 (``torch/optim/adamw.py``, ``_multi_tensor_adamw``)."""
 FLASH = ATTENTION[2:]
 
 
@@ -45,6 +45,9 @@ class Recipe:
     overlap_backward: bool = False  # tensor-parallel sums of gradients, with the matmul of the weights' gradients
     sharded_logits: bool = True  # the loss reads its rank's part of the vocabulary; else logits are gathered
     scatter_send: bool = False  # each tensor rank sends its part, gathered again inside the node
+    compiled_loss: bool = True  # where modules are compiled, the loss is too
+    holds_outputs: bool = False  # logits and their fp32 copy stay alive until backward has ended
+    gradient_scratch: int = 0  # bytes of each gradient before it is added to what is accumulated
     gathers_again: bool = True  # what tensor ranks gather is gathered a second time for backward, and not kept
     gather_copies: int = 0  # bytes copied for each element of a weight that is gathered at its use
     reduce_copies: int = 0  # bytes copied for each element of a gradient before it is reduced
@@ -88,20 +91,25 @@ FRAMEWORKS = {
         overlap_gather=True,
         overlap_send=True,
         overlap_backward=True,
-        source="NeMo with Transformer Engine on H100: cuDNN attention, fused norms, swiglu, rotary, cross-entropy; Megatron-core's "
-        "asynchronous backward of tensor-parallel linears",
+        source="NeMo with Transformer Engine on H100: cuDNN attention, fused norms, swiglu, rotary, cross-entropy; "
+        "Megatron-core's asynchronous backward of tensor-parallel linears",
     ),
     "nanotron": Recipe(
         attention="flash2",
         fused=frozenset({"norm"}),
         overlap_tensor=True,
-        source="nanotron 2024: asynchronous tensor-parallel linears; flash-attention 2 and its rotary and norm kernels; fp32 gradient accumulation",
+        gradient_scratch=2,
+        source="nanotron 2024: asynchronous tensor-parallel linears; flash-attention 2 and its norm kernel; bf16 gradients "
+        "of a microbatch are whole before they are added to fp32 ones",
     ),
     "aleph_alpha": Recipe(
         attention="flash2",
         gradient=2,
         sharded_logits=False,
-        source="Hagemann et al. 2023: own framework on PyTorch: bf16 gradients, ZeRO-1; kernels stated per row",
+        holds_outputs=True,
+        gathers_again=False,
+        source="Hagemann et al. 2023: own framework on PyTorch, ZeRO-1; kernels stated per row. Which of its runs fit says "
+        "that gradients are bf16, that every rank has all logits, and that tensors stay in scope as in a plain loop",
     ),
     "fsdp1": Recipe(
         attention="triton",
@@ -120,8 +128,9 @@ FRAMEWORKS = {
         gather_copies=4,
         reduce_copies=6,
         optimizer_traffic=FOREACH,
-        source="torchtitan 2024-12: SDPA with flash-attention 2, fp32 parameters. FSDP 2 copies what it gathers (2 + 2 bytes) "
-        "and lays out gradients in fp32 (2 + 4)",
+        compiled_loss=False,
+        source="torchtitan 2024-12: SDPA with flash-attention 2, fp32 parameters. FSDP 2 copies what it gathers "
+        "(2 + 2 bytes) and lays out gradients in fp32 (2 + 4)",
     ),
     "maxtext": Recipe(
         attention="cudnn", fused=HAND_WRITTEN, compiled=True, overlap_reduce=True, overlap_gather=True, source="XLA"

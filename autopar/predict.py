@@ -17,12 +17,14 @@ from autopar.capture import Capture
 from autopar.choosing.inside import seconds_inside
 from autopar.cluster import Cluster
 from autopar.count_collectives import count_collectives, microbatches
+from autopar.dry_run import dry_run
 from autopar.hardware import Chip
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.plan import Plan
 from autopar.predict_bytes import predict_bytes
 from autopar.predict_seconds import Priced, model_flops, moved_in, moved_on_entry, work_of
+from autopar.price_launches import AxisSpan, Prices
 from autopar.run_on_fakes import run_on_fakes
 from autopar.solver.cost import adamw, step_time
 from autopar.wires import wire_of
@@ -61,6 +63,8 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     if not train:
         parts["transient_bytes"] = ran.live
     parts["optimizer_s"] = float(adamw(parts["gradients_bytes"], cluster.chip.memory_rate))
+    if train and cluster.chip.kernels:
+        parts |= _kernel_by_kernel(plan, local, prepared.captured, cluster)
     seconds = step_time(parts["compute_s"] + parts["optimizer_s"], parts["exposed_s"], parts["hidden_s"])
     parts |= _rates(model_flops(prepared.body, train=train), plan.ranks, cluster.chip, seconds)
     parts["memory_limit_bytes"] = cluster.limit
@@ -97,6 +101,21 @@ def _seconds(plan: Plan, model: Lowerable, local: Local, mesh: Mesh, chip: Chip,
         "exposed_s": moved.exposed + times * seconds_inside(model.body, mesh, train=train),
         "hidden_s": moved.hidden,
         "transient_bytes": work.transient,
+    }
+
+
+def _kernel_by_kernel(plan: Plan, local: Local, captured: Capture, cluster: Cluster) -> dict[str, float]:
+    """The same seconds where every kernel is measured (`autopar profile`), in the order in which the program launches
+    them: nothing runs beside compute. ``live_bytes``: the most bytes of tensors alive at once."""
+    ran = dry_run(local, captured)
+    prices = Prices(cluster, {a.name: AxisSpan(a.size, a.stride) for a in plan.axes if not a.is_time})
+    (compute, moved), (update, _) = prices.seconds(ran.launches), prices.seconds(ran.optimizer)
+    return {
+        "compute_s": compute,
+        "exposed_s": moved,
+        "hidden_s": 0.0,
+        "optimizer_s": update,
+        "live_bytes": float(ran.peak),
     }
 
 

@@ -31,6 +31,8 @@ tensor([2, 3, 5])
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +77,19 @@ def launch(name: str, group: str, *args: Any) -> Tensor:
         raise RuntimeError(f"{name} over {_describe(group)}: {error}") from error
     _LATELY.append((raw, args))
     return _alias(raw, list(raw.shape))
+
+
+@contextmanager
+def kept_apart() -> Iterator[deque[tuple[Any, ...]]]:
+    """Begin with nothing of what `launch` keeps, and forget at the end what was kept since: for runs that look at
+    memory. What it keeps inside."""
+    before = tuple(_LATELY)
+    _LATELY.clear()
+    try:
+        yield _LATELY
+    finally:
+        _LATELY.clear()
+        _LATELY.extend(before)
 
 
 def wait(raw: Tensor, group: str) -> Tensor:

@@ -22,7 +22,7 @@ def test_a_table_has_a_column_a_figure() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "case", "line"), [("plannner", (), "did you mean 'planner'"), ("local", ("gpt",), "no case 'gpt'")]
+    ("name", "case", "line"), [("plannner", (), "did you mean 'planner'"), ("local", ("gtp",), "no case 'gtp'")]
 )
 def test_unknown_names_are_one_line(name: str, case: tuple[str, ...], line: str) -> None:
     with pytest.raises(AutoparError, match=line):

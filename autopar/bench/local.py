@@ -1,113 +1,210 @@
-"""Training on this machine's ranks: the chosen plan against one process and against DDP, in turns in one launch.
+"""Predicted beside measured on this machine's ranks: seconds of a step, and bytes of tensors alive at its fullest.
 
-Every variant sees the same model, batch and optimizer; ``tokens`` are rows of the global batch times their length. The
-figures are the medians over rounds of the ratio within a round, so that a noisy machine moves both sides.
+Every case is a reference model under pinned degrees. All cases of one number of ranks take steps in turns, so that what
+else runs on the machine meets them alike; its seconds are the lower quartile of the rounds, as those of `autopar
+profile`. The figures to predict from are those of the cluster files given, else the shipped ones.
 """
 
 from __future__ import annotations
 
-import os
-import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from autopar.bench.rows import Figure, bench, chosen
+import torch
+from torch import Tensor, nn
 
-WARMUP, ROUNDS = 1, 5
-TIMEOUT = 600.0  # seconds that a case may take
+from autopar.bench.rows import Figure, bench, chosen
+from autopar.cluster import Cluster
+from autopar.errors import AutoparError
+from autopar.plan import Plan
+from autopar.profiling.clock import typical
+
+ROUNDS = 7
+TIMEOUT = 600.0  # seconds that all cases of one number of ranks may take
+Made = tuple[nn.Module, tuple[Tensor, ...]]
+
+
+def gpt() -> Made:
+    """17 million parameters, 512 tokens."""
+    from autopar.models.gpt2 import GPT2, GPT2Config
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocabulary=8192, positions=128, width=512, layers=4, heads=8)
+    return GPT2(config), _tokens(8192, 4, 128)
+
+
+def llama() -> Made:
+    """15 million parameters, 512 tokens."""
+    from autopar.models.llama import Llama, LlamaConfig
+
+    torch.manual_seed(0)
+    config = LlamaConfig(vocabulary=4096, width=512, hidden=1408, layers=4, heads=8, kv_heads=4)
+    return Llama(config), _tokens(4096, 4, 128)
+
+
+def mlp() -> Made:
+    """7 million parameters, 512 rows."""
+    from autopar.models.mlp import make
+
+    model, args, _ = make(inputs=1024, width=1024, layers=7, classes=1024, batch=512)
+    return model, args
+
+
+def _tokens(vocabulary: int, rows: int, length: int) -> tuple[Tensor, ...]:
+    tokens = torch.randint(vocabulary, (rows, length + 1))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model factory, the ranks, the rows of the global batch, and the steps of a round."""
+    """A model, the ranks and the pins."""
 
-    target: str
+    make: Callable[[], Made]
     ranks: int
-    batch: int
-    steps: int
-    options: dict[str, Any] = field(default_factory=dict)
+    pins: Mapping[str, int]
 
 
 CASES = {
-    "gpt2": Case("autopar.models.gpt2:make", 2, 8, 1, {"size": "gpt2", "layers": 2, "sequence": 64}),
-    "llama": Case("autopar.models.llama:make", 2, 16, 4, {"layers": 4, "sequence": 64}),
-    "mlp": Case("autopar.models.mlp:make", 2, 256, 20),
+    "gpt": Case(gpt, 1, {}),
+    "gpt microbatches=4": Case(gpt, 1, {"microbatches": 4}),
+    "llama": Case(llama, 1, {}),
+    "mlp": Case(mlp, 1, {}),
+    "gpt dp=2": Case(gpt, 2, {"dp": 2, "zero": 0}),
+    "gpt tp=2": Case(gpt, 2, {"tp": 2}),
+    "gpt dp=2 zero=1": Case(gpt, 2, {"dp": 2, "zero": 1}),
+    "gpt dp=2 microbatches=2": Case(gpt, 2, {"dp": 2, "zero": 0, "microbatches": 2}),
+    "llama dp=2 zero=2": Case(llama, 2, {"dp": 2, "zero": 2}),
+    "llama tp=2": Case(llama, 2, {"tp": 2}),
+    "mlp dp=2": Case(mlp, 2, {"dp": 2, "zero": 0}),
+    "mlp dp=2 zero=3": Case(mlp, 2, {"dp": 2, "zero": 3}),
+    "gpt dp=2 tp=2": Case(gpt, 4, {"dp": 2, "tp": 2, "zero": 0}),
+    "llama dp=4 zero=1": Case(llama, 4, {"dp": 4, "zero": 1}),
 }
 
 
 @bench("local")
-def local(cases: Sequence[str]) -> Iterator[tuple[str, dict[str, Figure]]]:
-    """Tokens/s of the chosen plan, of DDP and of one process, and their ratios."""
+def local(cases: Sequence[str], clusters: Sequence[str] = ()) -> Iterator[tuple[str, dict[str, Figure]]]:
+    """Predicted and measured step seconds and MiB of each case. ``clusters``: files of `autopar profile`, of which each
+    case takes the one with its number of ranks."""
     from autopar.runtime.pool import RankPool
 
+    known = _profiled(clusters)
+    by_ranks: dict[int, list[str]] = defaultdict(list)
     for name in chosen(cases, CASES, "local"):
-        case = CASES[name]
-        with RankPool(case.ranks, timeout=TIMEOUT) as pool:
-            yield name, pool.run(_compare, case)[0]
+        by_ranks[CASES[name].ranks].append(name)
+    for ranks, names in sorted(by_ranks.items()):
+        cluster = known.get(ranks, Cluster.local(ranks))
+        plans = {name: _plan(CASES[name], cluster) for name in names}
+        with RankPool(ranks, timeout=TIMEOUT) as pool:
+            measured = pool.run(_measure, [(CASES[n].make, plan) for n, plan in plans.items()])
+        for i, (name, plan) in enumerate(plans.items()):
+            seconds, live = (max(own[i][k] for own in measured) for k in (0, 1))
+            yield name, _figures(plan, seconds, live, profiled=ranks in known)
 
 
-def _compare(rank: int, case: Case) -> dict[str, Figure]:
-    """Runs on every rank; rank 0's answer counts."""
-    import torch
-    import torch.distributed as dist
+def _profiled(clusters: Sequence[str]) -> dict[int, Cluster]:
+    """The cluster files by their ranks."""
+    found: dict[int, Cluster] = {}
+    for path in clusters:
+        cluster = Cluster.load(path)
+        if cluster.device != "cpu":
+            raise AutoparError(
+                f"--cluster {path}: is of {cluster.device}; the ranks of this benchmark are CPU processes."
+            )
+        if cluster.ranks in found:
+            raise AutoparError(f"--cluster {path}: a second file for {cluster.ranks} ranks. Give one for each number.")
+        found[cluster.ranks] = cluster
+    return found
 
+
+def _plan(case: Case, cluster: Cluster) -> Plan:
     import autopar
-    from autopar.cluster import Cluster
-    from autopar.loading import ModelSpec
 
-    torch.manual_seed(0)
-    loaded = ModelSpec(case.target, case.options).load()
-    rows = next(t.shape[0] for t in loaded.args if isinstance(t, torch.Tensor))
-    args = tuple(t.repeat(-(-case.batch // rows), *[1] * (t.ndim - 1))[: case.batch] for t in loaded.args)
-    parallel = autopar.compile(loaded.model, Cluster.local(case.ranks), args=args, kwargs=loaded.kwargs)
-    own = tuple(t.chunk(case.ranks)[rank] for t in args)
-    ddp = torch.nn.parallel.DistributedDataParallel(ModelSpec(case.target, case.options).load().model.train())
-    alone = ModelSpec(case.target, case.options).load().model.train()
+    model, args = case.make()
+    return autopar.compile(model, cluster, args=args, pins=case.pins or None).plan
 
-    def plain(model: Any, inputs: tuple[Any, ...]) -> Callable[[], None]:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=True)
 
-        def step() -> None:
-            out = model(*inputs, **loaded.kwargs)
-            loss = out if isinstance(out, torch.Tensor) else out[0]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, foreach=True)
-
-    def planned() -> None:
-        parallel.step(*args, **loaded.kwargs)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    variants = {"chosen": planned, "ddp": plain(ddp, own), "alone": plain(alone, args) if rank == 0 else _nothing}
-    seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for turn in range(ROUNDS + 1):
-        for name, step in variants.items():
-            dist.barrier()
-            started = time.perf_counter()
-            for _ in range(case.steps if turn else WARMUP):
-                step()
-            dist.barrier()
-            if turn:
-                seconds[name].append((time.perf_counter() - started) / case.steps)
-    tokens = args[0].numel() if not args[0].is_floating_point() else case.batch
-    typical = {name: statistics.median(took) for name, took in seconds.items()}
+def _figures(plan: Plan, seconds: float, live: float, *, profiled: bool) -> dict[str, Figure]:
+    predicted, parts = plan.predicted.step_time_s or 0.0, plan.predicted.parts
+    expected = parts.get("live_bytes", (plan.predicted.peak_mem_gib or 0.0) * 2**30)
     return {
-        "plan": parallel.plan.one_line(),
-        "tokens_per_s": tokens / typical["chosen"],
-        "against_alone": statistics.median(b / a for a, b in zip(seconds["chosen"], seconds["alone"], strict=True)),
-        "against_ddp": statistics.median(b / a for a, b in zip(seconds["chosen"], seconds["ddp"], strict=True)),
-        "predicted_s": parallel.plan.predicted.step_time_s,
-        "measured_s": typical["chosen"],
-        "cores": os.cpu_count(),
+        "predicted_s": predicted,
+        "measured_s": seconds,
+        "error_s": predicted / seconds - 1,
+        "predicted_mib": expected / 2**20,
+        "measured_mib": live / 2**20,
+        "error_mib": expected / live - 1,
+        "compute_s": parts["compute_s"],
+        "moved_s": parts["exposed_s"] + parts["hidden_s"],
+        "optimizer_s": parts["optimizer_s"],
+        "profiled": profiled,
     }
 
 
-def _nothing() -> None:
-    """What the other ranks do while rank 0 trains alone."""
+def _measure(rank: int, cases: Sequence[tuple[Callable[[], Made], Plan]]) -> list[tuple[float, float]]:
+    """(seconds, bytes) of each case; runs on every rank."""
+    import torch.distributed as dist
+
+    trainings = [Training(make, plan) for make, plan in cases]
+    seconds: list[list[float]] = [[] for _ in cases]
+    for turn in range(ROUNDS + 1):
+        for training, found in zip(trainings, seconds, strict=True):
+            dist.barrier()
+            started = time.perf_counter()
+            training.step()
+            dist.barrier()
+            if turn:
+                found.append(time.perf_counter() - started)
+    return [(typical(found), float(training.live())) for training, found in zip(trainings, seconds, strict=True)]
+
+
+class Training:
+    """A compiled model with fused AdamW, and one batch."""
+
+    def __init__(self, make: Callable[[], Made], plan: Plan) -> None:
+        import autopar
+
+        model, self.args = make()
+        self.parallel = autopar.compile(model, Cluster.local(plan.ranks), args=self.args, plan=plan)
+        self.optimizer = torch.optim.AdamW(self.parallel.parameters(), lr=1e-3, fused=True)
+
+    def step(self) -> None:
+        """One step of training."""
+        self.parallel.step(*self.args)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def live(self) -> int:
+        """The most bytes of tensors alive during three more steps: those alive before, and what the allocator
+        reports."""
+        from autopar.runtime.collectives import kept_apart
+
+        before = sum({s.data_ptr(): s.nbytes() for s in map(_storage, self._held())}.values())
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with kept_apart(), torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
+            for _ in range(3):
+                self.step()
+        now = most = 0
+        for event in sorted(_allocations(profiler), key=lambda e: e.start_ns()):
+            now += event.nbytes()
+            most = max(most, now)
+        return before + most
+
+    def _held(self) -> Iterator[Tensor]:
+        yield from self.parallel.parameters()
+        yield from self.parallel.buffers()
+        yield from self.args
+        for state in self.optimizer.state.values():
+            yield from (t for t in state.values() if isinstance(t, Tensor))
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    """Of a parameter its own piece."""
+    return getattr(tensor, "_local_tensor", tensor).untyped_storage()
+
+
+def _allocations(profiler: Any) -> Iterator[Any]:
+    return (e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]")

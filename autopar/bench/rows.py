@@ -23,10 +23,10 @@ from autopar.errors import AutoparError
 from autopar.schema import nearest
 
 Figure = float | int | str | bool | None
-Bench = Callable[[Sequence[str]], Iterator[tuple[str, dict[str, Figure]]]]
+Bench = Callable[..., Iterator[tuple[str, dict[str, Figure]]]]
 WIDTH = 2000  # characters of a line at most: a figure is never cut
 BENCHES: dict[str, Bench] = {}
-MODULES = {"planner": "autopar.bench.planner", "local": "autopar.bench.local"}
+MODULES = {"planner": "autopar.bench.planner", "local": "autopar.bench.local", "ddp": "autopar.bench.ddp"}
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,14 @@ def bench(name: str) -> Callable[[Bench], Bench]:
     return register
 
 
-def run(name: str, cases: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of one benchmark as they are measured. Raises AutoparError for an unknown name or case."""
+def run(name: str, cases: Sequence[str] = (), clusters: Sequence[str] = ()) -> Iterator[Row]:
+    """The rows of one benchmark as they are measured; ``clusters``: files that it predicts from, where it does. Raises
+    AutoparError for an unknown name or case."""
     if name not in MODULES:
         raise AutoparError(f"bench {name}: unknown{nearest(name, MODULES) or '.'} Legal: {', '.join(MODULES)}.")
     import_module(MODULES[name])
     commit, date, machine = _commit(), datetime.date.today().isoformat(), _machine()
-    for case, figures in BENCHES[name](cases):
+    for case, figures in BENCHES[name](cases, *[clusters] * bool(clusters)):
         yield Row(name, case, commit, date, machine, figures)
 
 

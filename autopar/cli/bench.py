@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 MEASURED = {
     "planner": "seconds, memory and gap of planning",
-    "local": "training on this machine's ranks against one process and DDP",
+    "local": "predicted against measured seconds and bytes of training on this machine's ranks",
+    "ddp": "training on this machine's ranks against one process and DDP",
 }
 PUBLISHED = """\
 Predict step seconds and peak GiB of published training runs, from hardware figures alone, and print them beside what
@@ -31,6 +32,9 @@ def add(commands: _SubParsersAction[ArgumentParser]) -> None:
     for name, what in MEASURED.items():
         measured = benches.add_parser(name, help=what, description=f"Measure {what}.", allow_abbrev=False)
         _common(measured, "only this case (default: all)")
+        if name == "local":
+            text = "a file of `autopar profile`, of the ranks of some cases"
+            measured.add_argument("--cluster", action="append", default=[], metavar="FILE", help=text)
         measured.set_defaults(run=_bench)
     published = benches.add_parser(
         "published", help="predicted against published step seconds and GiB", description=PUBLISHED, allow_abbrev=False
@@ -52,7 +56,7 @@ def _common(parser: ArgumentParser, case: str) -> None:
 def _bench(options: argparse.Namespace) -> tuple[str, int]:
     from autopar.bench import run, table
 
-    rows = list(run(options.bench, options.case))
+    rows = list(run(options.bench, options.case, getattr(options, "cluster", ())))
     return json.dumps({"rows": [asdict(row) for row in rows]}) if options.json else table(rows), DONE
 
 

@@ -84,14 +84,14 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     from autopar import __version__
-    from autopar.cli import bench, check, plan, verify
+    from autopar.cli import bench, check, plan, profile, verify
 
     parser = _Parser(
         prog="autopar", description="Compile an unmodified PyTorch model for a cluster.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"autopar {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
-    for module in (verify, plan, check, bench):
+    for module in (verify, plan, check, profile, bench):
         module.add(commands)
     return parser
 

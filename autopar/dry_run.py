@@ -1,0 +1,219 @@
+"""One step of a rank's program on fake tensors: every kernel that it launches, and the bytes alive at each.
+
+What runs is the program itself, with its buckets, its autograd and AdamW; nothing is computed or sent.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.passes.lower import Local, ParameterUse
+from autopar.runtime.buckets import buckets
+from autopar.runtime.collectives import kept_apart
+from autopar.runtime.program import Batch, Held, Program
+
+if TYPE_CHECKING:
+    from autopar.capture import Capture
+
+LOOKUPS = ("aten.embedding", "aten.index", "aten.gather")  # read of their table as much as they make
+SAME = ("replicate", "invariant", "keep", "wait_all_reduce")  # library ops that return their operand where they can
+
+IN_PLACE = ("_c10d_functional.all_reduce_", "_c10d_functional.wait_tensor")  # whose fakes make new tensors
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel: its op (``"aten.mm"``), the shapes of the tensors that it reads, the bytes that it reads and writes
+    (none for a view), other arguments by place, and the width of an element."""
+
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    read: int
+    written: int
+    literals: tuple[Any, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes read and written."""
+        return self.read + self.written
+
+
+@dataclass(frozen=True)
+class Ran:
+    """A whole step: ``launches`` in order, those of the optimizer apart; ``peak``: the most bytes of tensors alive."""
+
+    launches: tuple[Launch, ...]
+    optimizer: tuple[Launch, ...]
+    peak: int
+
+
+def dry_run(local: Local, captured: Capture) -> Ran:
+    """Run the second step of training with fused AdamW: the first has no states of the optimizer yet."""
+    with kept_apart() as kept, FakeTensorMode(allow_non_fake_inputs=True) as fakes, Watch(kept) as watch:
+        program = _Dry(local, captured, fakes)
+        optimizer = torch.optim.AdamW(program.leaves(), lr=1e-3, fused=True)
+        for _ in range(2):
+            watch.restart()
+            program.run()
+            launches = tuple(watch.launches)
+            watch.launches.clear()
+            optimizer.step()
+            update = tuple(watch.launches)
+            optimizer.zero_grad()
+    return Ran(launches, update, watch.most)
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every kernel, and follows the storages. ``kept``: what `collectives.launch` keeps."""
+
+    def __init__(self, kept: deque[tuple[Any, ...]] | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
+        self.flying: dict[int, tuple[Any, ...]] = {}
+        self.launches: list[Launch] = []
+        self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.now = self.most = 0
+
+    def restart(self) -> None:
+        """Forget the launches and the peak so far."""
+        self.launches.clear()
+        self.most = self.now
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one kernel."""
+        name = func.name().replace("::", ".").split(".")
+        op = ".".join(name[:2])
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        ours = name[0] == "autopar"
+        if ours and self.kept is not None and name[1].startswith("wait_"):
+            self.kept.append(self.flying.pop(id(args[0].untyped_storage()), ()))
+        if ours and name[1] in SAME and x is not None and x.is_contiguous() and _whole(name[1], args):
+            return x
+        in_place = op in IN_PLACE
+        made = args[0] if in_place else func(*args, **(kwargs or {}))
+        if ours and self.kept is not None and name[1].startswith("start_"):
+            self.flying[id(made.untyped_storage())] = (made, x)
+            self.kept.append((made, x))
+        self._write_down(func, op, (args, kwargs), made)
+        return made
+
+    def _write_down(self, func: Any, op: str, given: Any, made: Any) -> None:
+        tensors, results = list(_tensors(given)), list(_tensors(made))
+        fresh = [self._born(t) for t in results]
+        launch = Launch(
+            op,
+            shapes=tuple(tuple(t.shape) for t in tensors),
+            read=0,
+            written=0,
+            literals=tuple(a for a in tree_leaves(given) if not isinstance(a, Tensor)),
+            dtype=next((t.dtype for t in (*tensors, *results)), torch.float32),
+        )
+        if any(fresh) or op == IN_PLACE[0] or func._schema.is_mutable:
+            same = {id(t.untyped_storage()) for t in tensors} if any(fresh) else set()
+            written = sum(_nbytes(t) for t in results if id(t.untyped_storage()) not in same)
+            read = written if op in LOOKUPS else sum(map(_nbytes, tensors))
+            launch = replace(launch, read=read, written=written)
+        self.launches.append(launch)
+
+    def _born(self, t: Tensor) -> bool:
+        storage = t.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self.alive:
+            return False
+
+        def died(_: Any) -> None:
+            del self.alive[key]
+            self.now -= size
+
+        self.alive[key] = (weakref.ref(storage, died), size)
+        self.now += size
+        self.most = max(self.most, self.now)
+        return True
+
+
+def _whole(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether this coordinate keeps its tensor (the others write zeros)."""
+    return name not in ("keep", "invariant") or args[1] == 0
+
+
+def _nbytes(t: Tensor) -> int:
+    return t.numel() * t.element_size()
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (t for t in tree_leaves(tree) if isinstance(t, Tensor))
+
+
+class _Buffers(nn.Module):
+    """Buffers by the names of the model."""
+
+    def __init__(self, named: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        self.named = named
+
+    def get_buffer(self, target: str) -> Tensor:
+        return self.named[target]
+
+
+class _Dry(Program):
+    """A program without ranks."""
+
+    def __init__(self, local: Local, captured: Capture, fakes: FakeTensorMode) -> None:
+        self.local, self.mesh = local, local.mesh
+        self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
+        self.buckets, self.seed, self.steps = buckets(local), 0, 0
+        self.tensors = _Buffers({n: _like(captured.buffers[n]) for n in local.buffers})
+        self.constants = [_like(captured.constants[n]) for n in local.constants]
+        self.rests = {u.fqn: self._rest(u) for u in local.parameters}
+        used = {*self.rests}
+        self.unused = [_like(p) for n, p in captured.parameters.items() if n not in used]
+        self.dtypes = {i.name: i.dtype for i in captured.inputs}
+
+    def _rest(self, use: ParameterUse) -> Tensor:
+        shape = use.rest.local_shape(use.shape, self.mesh, self.local.coordinates)
+        return torch.empty(shape, dtype=use.dtype).requires_grad_(use.trainable)
+
+    def leaves(self) -> list[Tensor]:
+        """What the optimizer updates."""
+        return [t for t in self.rests.values() if t.requires_grad]
+
+    def run(self) -> None:
+        """`step`, but for what needs other ranks."""
+        batch, held = self._inputs(), self._enter()
+        _, updates = self._loop(batch, held, 1, train=True)
+        self._reduce(held, again=False)
+        for h in held:
+            if h.rest.grad is not None:
+                self.rests[h.use.fqn].grad = h.rest.grad.contiguous()
+        self._write(updates)
+
+    def _hold(self, use: ParameterUse) -> Held:
+        rest = self.rests[use.fqn].detach().requires_grad_(use.trainable)
+        return Held(use, rest, rest, rest)  # type: ignore[arg-type]
+
+    def _inputs(self) -> Batch:
+        pieces = []
+        for m in range(len(self.rows)):
+            at = self.mesh.coordinates(0, m)
+            shapes = [u.layout.local_shape(u.shape, self.mesh, at) for u in self.local.inputs]
+            dtypes = [self.dtypes[u.name] for u in self.local.inputs]
+            pieces.append([torch.empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)])
+        return Batch(pieces, self._whole(pieces))
+
+
+def _like(tensor: Tensor) -> Tensor:
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype)
+
+
+__all__ = ["Launch", "Ran", "dry_run"]

@@ -136,7 +136,8 @@ class Network:
         node, last = group.crossed[0], group.crossed[-1]
         rate, reached = last.bandwidth[kind], 1.0
         if self.lines and kind not in DIRECT:
-            reached = min(1.0, rate / (last.wire * (node.spans or 1)))
+            full = last.bandwidth.get("all_reduce", rate)  # what a wire gives is a property of no collective
+            reached = min(1.0, full / (last.wire * (node.spans or 1)))
             if group.stride < (node.spans or 1):
                 rate = min(rate, node.bandwidth[kind])
         for inner, outer in pairwise(group.crossed):

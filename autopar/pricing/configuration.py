@@ -43,9 +43,10 @@ class PricedRow:
     timeline: Timeline | None = None
 
 
-def price_row(row: Row) -> PricedRow:
-    """Price a row. Raises AutoparError where an input that is needed is unknown."""
-    cluster = cluster_of(row)
+def price_row(row: Row, cluster: Cluster | None = None) -> PricedRow:
+    """Price a row, on its own cluster unless another is given. Raises AutoparError where an input that is needed is
+    unknown."""
+    cluster = cluster or cluster_of(row)
     how = recipe_of(row)
     layout = layout_of(row)
     priced = priced_units(row, layout, how, cluster)

@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.errors import AutoparError
-from autopar.pricing.kernels import Beside, UnitCost
+from autopar.pricing.kernels import Beside, Elements, UnitCost
 from autopar.pricing.recipe import Recipe
 from autopar.solver.cost.device import Device
 from autopar.solver.cost.network import Network
 from autopar.solver.simulate.step import Chunk, Step, UnitTimes
 from autopar.solver.work import Move
 
+Stage = list[tuple[UnitCost, int]]
 GATHER = ("never", "step", "use", "use")  # weights, by ZeRO stage
 RING = 2  # backward of ring attention sends keys, values and their gradients
 
 
+class Copies(NamedTuple):
+    """Weights that ``ranks`` ranks hold alike, ``stride`` apart."""
+
+    elements: float
+    ranks: int
+    stride: int
+
+
 @dataclass(frozen=True)
 class Layout:
-    """How a model lies on the ranks: tensor innermost, then context, data, pipeline stages outermost.
+    """How a model lies on the ranks: tensor innermost, then context, data, pipeline stages outermost. Ranks of experts
+    are neighbours among those of context and data.
 
     ``rows``: of a microbatch on a rank; ``recompute``: "none", "full", "attention" (its core) or "ops" (all but
     attention and every second matmul). ``zero``: 0 to 3; ``reshard``: whether ZeRO-3 lets go of weights after forward.
@@ -29,6 +40,7 @@ class Layout:
     tp: int = 1
     cp: int = 1
     dp: int = 1
+    ep: int = 1
     pp: int = 1
     vp: int = 1
     rows: int = 1
@@ -42,8 +54,17 @@ class Layout:
 
     @property
     def shards(self) -> int:
-        """Ranks that hold the same weights and different data."""
+        """Ranks that hold the same weights, but for experts, and different data."""
         return self.cp * self.dp
+
+    def copies(self, elements: Elements) -> tuple[Copies, Copies]:
+        """Which ranks hold the same of a rank's parameters.
+
+        >>> Layout(2, tp=2, dp=8, ep=4).copies(Elements(10.0, 30.0))[1]
+        Copies(elements=30.0, ranks=2, stride=8)
+        """
+        experts = Copies(elements.experts, self.shards // self.ep, self.tp * self.ep)
+        return Copies(elements.shared, self.shards, self.tp), experts
 
 
 @dataclass(frozen=True)
@@ -67,8 +88,8 @@ def layers_of_chunks(layers: int, pp: int, vp: int) -> list[int]:
     """Layers of each chunk, in the order of the model. Where they do not divide, the first and the last chunk, which
     hold embedding and head, have one fewer; else the first ones have one more.
 
-    >>> layers_of_chunks(30, 8, 1), layers_of_chunks(10, 4, 1)
-    ([3, 4, 4, 4, 4, 4, 4, 3], [3, 3, 2, 2])
+    >>> layers_of_chunks(30, 8, 1), layers_of_chunks(9, 4, 1)
+    ([3, 4, 4, 4, 4, 4, 4, 3], [3, 2, 2, 2])
     """
     chunks = pp * vp
     if layers % chunks and not (layers + 2) % chunks:
@@ -82,28 +103,19 @@ def layers_of_chunks(layers: int, pp: int, vp: int) -> list[int]:
 
 def step_of(layout: Layout, priced: Priced) -> Step:
     """The step that the simulator runs."""
-    counts = layers_of_chunks(layout.layers, layout.pp, layout.vp)
-    last = layout.pp * layout.vp - 1
-    prefix, layer, suffix = (times(u, layout, priced) for u in (priced.prefix, priced.layer, priced.suffix))
-    send = send_seconds(layout, priced)
-    chunks: list[list[Chunk]] = [[] for _ in range(layout.pp)]
-    elements = [0.0] * layout.pp
-    for i, count in enumerate(counts):
-        units: list[tuple[UnitTimes, int]] = [(layer, count)]
-        elements[i % layout.pp] += count * priced.layer.elements
-        if i == 0:
-            units.insert(0, (prefix, 1))
-            elements[0] += priced.prefix.elements
-        if i == last:
-            units.append((suffix, 1))
-            shared = layout.tied and layout.pp == 1
-            elements[i % layout.pp] += priced.suffix.elements - (priced.table if shared else 0.0)
-        chunks[i % layout.pp].append(Chunk(tuple(units), send_s=send if i < last else 0.0))
+    stages = stages_of(layout, priced)
+    timed = {u.name: times(u, layout, priced) for u in (priced.prefix, priced.layer, priced.suffix)}
+    send, last = send_seconds(layout, priced), len(stages) - 1
+    chunks = [
+        Chunk(tuple((timed[u.name], count) for u, count in stage), send_s=send if i < last else 0.0)
+        for i, stage in enumerate(stages)
+    ]
+    elements = [held_elements(stages[rank :: layout.pp], layout, priced) for rank in range(layout.pp)]
     return Step(
-        chunks=tuple(tuple(c) for c in chunks),
+        chunks=tuple(tuple(chunks[rank :: layout.pp]) for rank in range(layout.pp)),
         microbatches=layout.microbatches,
         schedule=layout.schedule,
-        gather=GATHER[layout.zero] if layout.shards > 1 else "never",
+        gather=GATHER[layout.zero],
         reduce=("microbatch" if layout.zero >= 2 else "step") if layout.shards > 1 else "never",
         overlap_gather=priced.recipe.overlap_gather,
         overlap_reduce=priced.recipe.overlap_reduce,
@@ -115,6 +127,22 @@ def step_of(layout: Layout, priced: Priced) -> Step:
     )
 
 
+def stages_of(layout: Layout, priced: Priced) -> list[Stage]:
+    """The units of each chunk with how often each repeats, in the order of the model."""
+    stages: list[Stage] = [[(priced.layer, n)] for n in layers_of_chunks(layout.layers, layout.pp, layout.vp)]
+    stages[0].insert(0, (priced.prefix, 1))
+    stages[-1].append((priced.suffix, 1))
+    return stages
+
+
+def held_elements(stages: Iterable[Stage], layout: Layout, priced: Priced) -> Elements:
+    """Parameters of a rank that holds some stages; a table that is embedding and head at once counts once."""
+    units = [unit for stage in stages for unit in stage]
+    shared = sum(u.elements.shared * count for u, count in units)
+    twice = priced.table if layout.tied and layout.pp == 1 else 0.0
+    return Elements(shared - twice, sum(u.elements.experts * count for u, count in units))
+
+
 def times(cost: UnitCost, layout: Layout, priced: Priced) -> UnitTimes:
     """A unit's seconds and bytes under a layout's collectives and recomputation. What computes while a collective of
     every microbatch runs beside it is slower."""
@@ -122,8 +150,8 @@ def times(cost: UnitCost, layout: Layout, priced: Priced) -> UnitTimes:
     saved, working, again = _recomputed(cost, layout, forward_comm)
     gather, reduce = data_seconds(cost.elements, layout, priced)
     slower = 1 / priced.beside - 1 if layout.zero >= 2 else 0.0
-    r, each = priced.recipe, cost.elements if layout.zero >= 2 and layout.shards > 1 else 0.0
-    gathered, laid_out = (priced.device.memory_s(n * each) if n else 0.0 for n in (r.gather_copies, r.reduce_copies))
+    gathered, laid_out = copy_seconds(cost.elements, layout, priced)
+    whole = cost.elements.total if layout.zero >= 2 else 0.0  # what is whole only at its use
     return UnitTimes(
         name=cost.name,
         forward_s=cost.forward_s + slower * gather + gathered,
@@ -134,13 +162,13 @@ def times(cost: UnitCost, layout: Layout, priced: Priced) -> UnitTimes:
         backward_comm_s=backward_comm,
         gather_s=gather,
         reduce_s=reduce,
-        gathered_bytes=cost.elements * priced.recipe.weight if layout.zero >= 2 else 0.0,
-        gradient_bytes=cost.elements * priced.recipe.gradient if layout.zero >= 2 else 0.0,
+        gathered_bytes=whole * priced.recipe.weight,
+        gradient_bytes=whole * priced.recipe.gradient,
         saved_bytes=saved,
         weight_bytes=min(saved, sum(cost.for_weights.values())),
         recompute_bytes=working if again else 0.0,
         working_bytes=0.0 if again else working,
-        comm="cp" if layout.tp == 1 else "tp",
+        comm=next((axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1), "tp"),
     )
 
 
@@ -170,7 +198,9 @@ def inside_seconds(cost: UnitCost, layout: Layout, priced: Priced) -> tuple[floa
         back = 0.0
         if move.backward and move.backward_piece is not None:
             back = _seconds(move.backward, move.backward_piece.nbytes, move, layout, priced)
-        if move.axis == "cp":
+        if move.axis == "ep":
+            forward, backward = forward + there, backward + back
+        elif move.axis == "cp":
             ring_forward, ring_backward = ring_forward + there, ring_backward + max(back, there) * RING
         else:
             one, other = exposed(move, beside, there, back, layout.tp, priced.recipe)
@@ -210,18 +240,30 @@ def _piecewise(seconds: float, beside: float, pieces: int) -> float:
 def _seconds(kind: str, nbytes: float, move: Move, layout: Layout, priced: Priced) -> float:
     if not kind:
         return 0.0
-    size, stride = (layout.tp, 1) if move.axis == "tp" else (layout.cp, layout.tp)
+    size = {"tp": layout.tp, "cp": layout.cp, "ep": layout.ep}[move.axis]
+    stride = 1 if move.axis == "tp" else layout.tp
     return float(priced.network.seconds(kind, float(nbytes), size, stride))
 
 
-def data_seconds(elements: float, layout: Layout, priced: Priced) -> tuple[float, float]:
-    """Seconds of gathering a unit's weights and of reducing its gradients over the data ranks."""
-    if layout.shards == 1 or not elements:
-        return 0.0, 0.0
+def data_seconds(elements: Elements, layout: Layout, priced: Priced) -> tuple[float, float]:
+    """Seconds of gathering a unit's weights and of reducing its gradients over the ranks that hold the same."""
     seconds, r = priced.network.seconds, priced.recipe
-    gather = seconds("all_gather", r.weight * elements, layout.shards, layout.tp) if layout.zero else 0.0
-    kind = "reduce_scatter" if layout.zero else "all_reduce"
-    return float(gather), float(seconds(kind, r.gradient * elements, layout.shards, layout.tp))
+    gather = reduce = 0.0
+    for held, ranks, stride in layout.copies(elements):
+        if ranks == 1 or not held:
+            continue
+        gather += float(seconds("all_gather", r.weight * held, ranks, stride)) if layout.zero else 0.0
+        kind = "reduce_scatter" if layout.zero else "all_reduce"
+        reduce += float(seconds(kind, r.gradient * held, ranks, stride))
+    return gather, reduce
+
+
+def copy_seconds(elements: Elements, layout: Layout, priced: Priced) -> tuple[float, float]:
+    """Seconds of copying a unit's weights once gathered and its gradients before they are reduced, at each use."""
+    each = sum(held for held, ranks, _ in layout.copies(elements) if ranks > 1) if layout.zero >= 2 else 0.0
+    copies = (each * priced.recipe.gather_copies, each * priced.recipe.reduce_copies)
+    gather, reduce = (float(priced.device.memory_s(nbytes)) if nbytes else 0.0 for nbytes in copies)
+    return gather, reduce
 
 
 def send_seconds(layout: Layout, priced: Priced) -> float:
@@ -245,23 +287,30 @@ def tied_seconds(layout: Layout, priced: Priced) -> float:
     return float(priced.network.seconds("all_reduce", priced.recipe.gradient * priced.table, 2, stride))
 
 
-def optimizer_seconds(elements: float, layout: Layout, priced: Priced) -> float:
+def optimizer_seconds(elements: Elements, layout: Layout, priced: Priced) -> float:
     """Adam with fp32 states: gradients are read twice (their norm, the update), states and master copy read and
     written, the weight written."""
     r = priced.recipe
-    own = elements / (layout.shards if layout.zero else 1)
     update = r.optimizer_traffic or r.gradient + 2 * r.optimizer + r.weight
-    return float(priced.device.memory_s((r.gradient + update) * own))
+    return float(priced.device.memory_s((r.gradient + update) * parted(elements, layout, 1)))
 
 
-def static_bytes(elements: float, layout: Layout, recipe: Recipe) -> Mapping[str, float]:
+def parted(elements: Elements, layout: Layout, stage: int) -> float:
+    """Elements of parameters that a rank holds of what ZeRO parts from ``stage`` on.
+
+    >>> parted(Elements(80.0, 40.0), Layout(2, dp=8, ep=4, zero=1), stage=1)
+    30.0
+    """
+    return sum(held / (ranks if layout.zero >= stage else 1) for held, ranks, _ in layout.copies(elements))
+
+
+def static_bytes(elements: Elements, layout: Layout, recipe: Recipe) -> Mapping[str, float]:
     """Bytes by owner that a rank holds all the time."""
-    shards = layout.shards
     return {
-        "parameters": recipe.weight * elements if layout.zero < 2 else 0.0,
-        "gradients": (recipe.gradient + recipe.gradient_scratch) * elements / (shards if layout.zero >= 2 else 1),
-        "optimizer": recipe.optimizer * elements / (shards if layout.zero else 1),
+        "parameters": recipe.weight * elements.total if layout.zero < 2 else 0.0,
+        "gradients": (recipe.gradient + recipe.gradient_scratch) * parted(elements, layout, 2),
+        "optimizer": recipe.optimizer * parted(elements, layout, 1),
     }
 
 
-__all__: Sequence[str] = ["Layout", "Priced", "layers_of_chunks", "step_of"]
+__all__ = ["Layout", "Priced", "layers_of_chunks", "static_bytes", "step_of"]

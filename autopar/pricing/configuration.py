@@ -6,17 +6,18 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.pricing.compose import Layout, Priced, step_of
+from autopar.pricing.fp8 import in_fp8
 from autopar.pricing.kernels import unit_cost
 from autopar.pricing.recipe import Recipe, recipe
 from autopar.pricing.symbols import Compiled, compiled, reference_units
 from autopar.solver.simulate.engine import Timeline
 from autopar.solver.simulate.step import run
-from autopar.solver.work import Move, Op, Unit, gathered_again
+from autopar.solver.work import Move, Op, Piece, Unit, gathered_again
 
 if TYPE_CHECKING:
     from autopar.bench.published_rows import Row
@@ -99,14 +100,13 @@ def layout_of(row: Row) -> Layout:
     for name in ("tp", "pp", "dp", "mbs", "gbs", "seq", "layers", "hidden", "heads", "ffn"):
         if not getattr(row, name):
             raise AutoparError(f"{name} is not stated.")
-    if row.moe_experts:
-        raise AutoparError(f"moe_experts={row.moe_experts}: mixtures of experts are not priced yet.")
     schedule, vp = schedule_of(row)
     return Layout(
         layers=row.layers,
         tp=row.tp,
         cp=row.cp or 1,
         dp=row.dp,
+        ep=experts_axis(row),
         pp=row.pp,
         vp=vp,
         rows=row.mbs,
@@ -152,74 +152,119 @@ def recompute_of(text: str | None) -> str:
     return "none"
 
 
+def experts_axis(row: Row) -> int:
+    """Ranks that share the experts of a layer: neighbours among those of context and data. 1 where there are none.
+    Raises AutoparError where they do not divide experts and ranks."""
+    if not row.moe_experts:
+        return 1
+    if not row.moe_topk:
+        raise AutoparError("moe_topk is not stated.")
+    ep, shards = row.ep or 1, (row.cp or 1) * row.dp
+    if row.moe_experts % ep or shards % ep:
+        raise AutoparError(f"ep={ep}: does not divide moe_experts={row.moe_experts} and cp x dp={shards}.")
+    return ep
+
+
+def dtype_of(precision: str) -> tuple[str, bool]:
+    """The 16-bit type of weights and activations, and whether linears run in fp8.
+
+    >>> dtype_of("fp16/bf16 (not stated)"), dtype_of("fp8")
+    (('fp16', False), ('bf16', True))
+    """
+    if not any(known in precision for known in ("bf16", "fp16", "fp8")):
+        raise AutoparError(f"precision {precision!r} is not known. Legal: bf16, fp16, fp8.")
+    return "fp16" if precision.startswith("fp16") else "bf16", "fp8" in precision
+
+
 def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Priced:
     """The reference model's units at the row's sizes, priced."""
-    sizes = {
+    if dtype_of(row.precision)[1] and "fp8" not in cluster.chip.flops:
+        raise AutoparError(f"precision {row.precision!r}: {cluster.chip.name} has no fp8 matmuls. Take bf16.")
+    sizes = sizes_of(row, layout)
+    device = cluster.chip.device()
+    units = units_at(row, layout, how, sizes)
+    prefix, layer, suffix = (unit_cost(units[name], how, device) for name in ("prefix", "layer", "suffix"))
+    beside = cluster.chip.efficiency.get("beside")
+    return Priced(
+        prefix,
+        layer,
+        suffix,
+        boundary=2.0 * row.mbs * row.seq * row.hidden / layout.cp,
+        recipe=how,
+        device=device,
+        network=cluster.network(),
+        beside=beside.value if beside is not None else 1.0,
+        table=sizes["vocab"] * row.hidden / layout.tp,
+    )
+
+
+def sizes_of(row: Row, layout: Layout) -> dict[str, int]:
+    """Values of the symbols of closed forms."""
+    return {
         "b": row.mbs,
         "s": row.seq,
         "tp": layout.tp,
         "cp": layout.cp,
+        "ep": layout.ep,
         "h": row.hidden,
         "heads": row.heads,
         "kv_heads": max(row.kv_heads or row.heads, layout.tp),
         "head": row.hidden // row.heads,
         "ffn": row.ffn,
         "vocab": padded(row.vocab or VOCABULARY, layout.tp),
+        "experts": row.moe_experts,
+        "topk": row.moe_topk,
     }
-    family = FAMILIES.get(row.ffn_type)
-    if family is None:
-        raise AutoparError(f"ffn_type {row.ffn_type!r} is not known. Legal: {', '.join(FAMILIES)}.")
-    dtype = "fp16" if row.precision.startswith("fp16") else "bf16"
-    units = reference(family, row.ffn_type, layout, how, dtype)(sizes)
+
+
+def units_at(row: Row, layout: Layout, how: Recipe, sizes: Mapping[str, int]) -> dict[str, Unit]:
+    """Units of the reference model as the row's framework runs them."""
+    units = reference(row, layout, how)(sizes)
     if layout.tp > 1 and not how.sharded_logits:
-        alone = reference(family, row.ffn_type, replace(layout, tp=1, sequence_parallel=False), how, dtype)
-        units["suffix"] = gathered_logits(units["suffix"], alone(sizes | {"tp": 1})["suffix"])
+        alone = reference(row, replace(layout, tp=1, sequence_parallel=False), how)
+        units["suffix"] = gathered_logits(units["suffix"], alone({**sizes, "tp": 1})["suffix"])
     if how.gathers_again:
         units = {name: gathered_again(unit) for name, unit in units.items()}
-    device = cluster.chip.device()
-    prefix, layer, suffix = (unit_cost(units[name], how, device) for name in ("prefix", "layer", "suffix"))
-    boundary = 2.0 * row.mbs * row.seq * row.hidden / layout.cp
-    beside = cluster.chip.efficiency.get("beside")
-    return Priced(
-        prefix,
-        layer,
-        suffix,
-        boundary,
-        how,
-        device,
-        cluster.network(),
-        beside=beside.value if beside is not None else 1.0,
-        table=sizes["vocab"] * row.hidden / layout.tp,
-    )
+    if dtype_of(row.precision)[1]:
+        units["layer"] = in_fp8(units["layer"], how.keeps_fp8)
+    return units
 
 
 def gathered_logits(parted: Unit, whole: Unit) -> Unit:
     """The last unit with logits gathered before the loss: to the head as it is ``parted``, then as it is ``whole``."""
-    head, loss = (
-        max(i for i, e in enumerate(u.entries) if isinstance(e, Op) and e.kind == "matmul") for u in (parted, whole)
-    )
-    logits = whole.entries[loss].writes[0]  # type: ignore[union-attr]
-    own = parted.entries[head].writes[0]  # type: ignore[union-attr]
+    (head, own), (loss, logits) = (_head(unit) for unit in (parted, whole))
     gather = Move("", "tp", "all_gather", logits, "", None, weight=False, source=own, result=logits)
-    return replace(
-        parted, entries=(*parted.entries[: head + 1], gather, *whole.entries[loss + 1 :]), made=parted.made | whole.made
+    entries = (*parted.entries[: head + 1], gather, *whole.entries[loss + 1 :])
+    return replace(parted, entries=entries, made=parted.made | whole.made)
+
+
+def _head(unit: Unit) -> tuple[int, Piece]:
+    """The place of the last matmul of a unit, and what it writes."""
+    heads = [(i, e.writes[0]) for i, e in enumerate(unit.entries) if isinstance(e, Op) and e.kind == "matmul"]
+    return heads[-1]
+
+
+def reference(row: Row, layout: Layout, how: Recipe) -> Compiled:
+    """Closed forms of the units of a row's structure, as one function of the sizes."""
+    family = FAMILIES.get(row.ffn_type)
+    if family is None:
+        raise AutoparError(f"ffn_type {row.ffn_type!r} is not known. Legal: {', '.join(FAMILIES)}.")
+    return _compiled(
+        family,
+        tp=layout.tp > 1,
+        sp=layout.sequence_parallel,
+        cp=layout.cp > 1,
+        tied=layout.tied,
+        dtype=dtype_of(row.precision)[0],
+        activation=row.ffn_type,
+        dropout=how.dropout and family == "gpt",
+        experts=bool(row.moe_experts),
     )
-
-
-def reference(family: str, activation: str, layout: Layout, how: Recipe, dtype: str) -> Compiled:
-    """Closed forms of the units of one structure, as one function of the sizes."""
-    dropout = how.dropout and family == "gpt"
-    words = (family, layout.tp > 1, layout.sequence_parallel, layout.cp > 1, layout.tied, dtype, activation, dropout)
-    return _compiled(*words)
 
 
 @cache
-def _compiled(
-    family: str, tp: bool, sp: bool, cp: bool, tied: bool, dtype: str, activation: str, dropout: bool
-) -> Compiled:
-    return compiled(
-        reference_units(family, tp=tp, sp=sp, cp=cp, tied=tied, dtype=dtype, activation=activation, dropout=dropout)
-    )
+def _compiled(family: str, **structure: Any) -> Compiled:
+    return compiled(reference_units(family, **structure))
 
 
 def padded(vocabulary: int, tp: int) -> int:

@@ -18,6 +18,8 @@ from autopar.solver.cost.device import Device
 from autopar.solver.work import Attend, Move, Op, Piece, Unit
 
 HEAVY = ("matmul", "attention", "conv")
+EXPERTS = ".mlp.experts."  # in the path of a parameter of experts
+CASTS = 4  # bytes an element: 2 read, 1 written and 1 more, transposed (Transformer Engine's cast_transpose)
 SMALL = 16  # statistics: a kept tensor with so many times fewer elements than the largest
 
 
@@ -41,14 +43,32 @@ class Beside(NamedTuple):
     after: Ways
 
 
+class Elements(NamedTuple):
+    """Of a rank's parameters: of those that all data ranks hold alike, and of the rank's share of the ``experts``."""
+
+    shared: float = 0.0
+    experts: float = 0.0
+
+    @staticmethod
+    def of(unit: Unit) -> Elements:
+        """Those of a unit."""
+        pieces = [(EXPERTS in name, float(piece.elements)) for name, piece in unit.parameters]
+        return Elements(sum(n for e, n in pieces if not e), sum(n for e, n in pieces if e))
+
+    @property
+    def total(self) -> float:
+        """All of them."""
+        return self.shared + self.experts
+
+
 @dataclass
 class UnitCost:
     """Seconds of one unit and one microbatch on one rank, and bytes that it keeps for backward.
 
     ``forward_s``, ``backward_input_s`` and ``backward_weight_s``: compute; ``attention_s``: of the forward, what the
-    attention core takes. ``seconds``: compute of both ways by kind of kernel. ``saved``: bytes by storage; ``core``:
-    what of them lies inside the attention core; ``inputs``: activations that come from other units. ``working``: the
-    most that gradients of one kernel's operands and results take.
+    attention core takes. ``saved``: bytes by storage; ``core``: what of them lies inside the attention core;
+    ``inputs``: activations that come from other units. ``working``: the most that gradients of one kernel's operands
+    and results take.
     """
 
     name: str
@@ -56,7 +76,6 @@ class UnitCost:
     backward_input_s: float = 0.0
     backward_weight_s: float = 0.0
     attention_s: float = 0.0
-    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     saved: dict[Any, float] = field(default_factory=dict)
     core: dict[Any, float] = field(default_factory=dict)
     inputs: dict[Any, float] = field(default_factory=dict)
@@ -64,20 +83,19 @@ class UnitCost:
     attended: float = 0.0  # bytes of the results of attention
     for_weights: dict[Any, float] = field(default_factory=dict)  # of what is saved, what weight gradients read
     working: float = 0.0
-    elements: float = 0.0  # of its parameters
+    elements: Elements = field(default_factory=Elements)
     moves: tuple[tuple[Move, Beside], ...] = ()
 
-    def add(self, kind: str, forward: float, backward: float, weight: float = 0.0) -> None:
+    def add(self, forward: float, backward: float, weight: float = 0.0) -> None:
         """Seconds of one kernel."""
         self.forward_s += forward
         self.backward_input_s += backward
         self.backward_weight_s += weight
-        self.seconds[kind] += forward + backward + weight
 
 
 def unit_cost(unit: Unit, recipe: Recipe, device: Device) -> UnitCost:
     """What a unit with numeric sizes takes."""
-    cost = UnitCost(unit.name, elements=float(sum(_elements(p) for _, p in unit.parameters)))
+    cost = UnitCost(unit.name, elements=Elements.of(unit))
     matmuls: list[tuple[Op, Ways]] = []
     for op in unit.ops:
         if op.kind == "attention":
@@ -128,7 +146,8 @@ def _matmul(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> Ways:
     biased = any(p.weight and len(p.shape) == 1 for p in op.reads)
     if biased and op.backward_weight:
         weight += device.memory_s(sum(float(p.nbytes) for p in op.writes))
-    cost.add("matmul", forward, backward, weight)
+    casts, casts_back = _casts(op, device)
+    cost.add(forward + casts, backward + casts_back, weight)
     _keep(cost, op.kept)
     if op.backward_weight:
         cost.for_weights |= {p.key: float(p.nbytes) for p in op.kept if not p.weight}
@@ -136,6 +155,15 @@ def _matmul(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> Ways:
     both = sum(float(p.nbytes) for p in (*op.reads, *op.writes) if not p.weight)
     cost.working = max(cost.working, both)
     return Ways(forward, backward, weight)
+
+
+def _casts(op: Op, device: Device) -> tuple[float, float]:
+    """Seconds, forward and backward, of casting an fp8 matmul's activation and its result's gradient."""
+    if not any(p.dtype == "fp8" for p in op.forward):
+        return 0.0, 0.0
+    read = sum(_elements(p) for p in op.reads if not p.weight)
+    written = sum(_elements(p) for p in op.writes)
+    return float(device.memory_s(CASTS * read)), float(device.memory_s(CASTS * written))
 
 
 def _keep(cost: UnitCost, kept: Iterable[Piece]) -> None:
@@ -155,7 +183,7 @@ def _attention(op: Op, recipe: Recipe, device: Device, cost: UnitCost) -> None:
         cost.core |= {p.key: float(p.nbytes) for p in core}
     else:
         forward, backward = _scores(op, op.attend, recipe, device, cost)
-    cost.add("attention", forward, backward)
+    cost.add(forward, backward)
     cost.attention_s += forward
     cost.attended += sum(float(p.nbytes) for p in op.writes)
 
@@ -270,8 +298,7 @@ def _kernel(group: Sequence[Op], unit: Unit, device: Device, cost: UnitCost) -> 
         inside = max(gradients, default=0.0) if group[0].kind == "loss" and len(group) == 1 else 0.0
         cost.working = max(cost.working, sum(gradients) + inside)  # a loss in two steps has a gradient between them
     _keep(cost, kept)
-    kind = "loss" if _class(group) == "loss" else "memory"
-    cost.add(kind, device.memory_s(forward), device.memory_s(cost_backward) if cost_backward else 0.0)
+    cost.add(device.memory_s(forward), device.memory_s(cost_backward) if cost_backward else 0.0)
 
 
 def _largest(pieces: Iterable[Piece]) -> dict[int, Piece]:

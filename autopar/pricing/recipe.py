@@ -51,6 +51,7 @@ class Recipe:
     gathers_again: bool = True  # what tensor ranks gather is gathered a second time for backward, and not kept
     gather_copies: int = 0  # bytes copied for each element of a weight that is gathered at its use
     reduce_copies: int = 0  # bytes copied for each element of a gradient before it is reduced
+    keeps_fp8: bool = True  # of an fp8 matmul's activation, backward keeps what was cast, not what it was cast from
     optimizer_traffic: int = 0  # bytes that the optimizer reads and writes an element; 0: one kernel's
     source: str = ""
 
@@ -99,8 +100,8 @@ FRAMEWORKS = {
         fused=frozenset({"norm"}),
         overlap_tensor=True,
         gradient_scratch=2,
-        source="nanotron 2024: asynchronous tensor-parallel linears; flash-attention 2 and its norm kernel; bf16 gradients "
-        "of a microbatch are whole before they are added to fp32 ones",
+        source="nanotron 2024: asynchronous tensor-parallel linears; flash-attention 2 and its norm kernel; bf16 "
+        "gradients of a microbatch are whole before they are added to fp32 ones",
     ),
     "aleph_alpha": Recipe(
         attention="flash2",
@@ -108,8 +109,9 @@ FRAMEWORKS = {
         sharded_logits=False,
         holds_outputs=True,
         gathers_again=False,
-        source="Hagemann et al. 2023: own framework on PyTorch, ZeRO-1; kernels stated per row. Which of its runs fit says "
-        "that gradients are bf16, that every rank has all logits, and that tensors stay in scope as in a plain loop",
+        source="Hagemann et al. 2023: own framework on PyTorch, ZeRO-1; kernels stated per row. Which of its runs fit "
+        "says that gradients are bf16, that every rank has all logits, and that tensors stay in scope as in a plain "
+        "loop",
     ),
     "fsdp1": Recipe(
         attention="triton",
@@ -129,8 +131,9 @@ FRAMEWORKS = {
         reduce_copies=6,
         optimizer_traffic=FOREACH,
         compiled_loss=False,
+        keeps_fp8=False,
         source="torchtitan 2024-12: SDPA with flash-attention 2, fp32 parameters. FSDP 2 copies what it gathers "
-        "(2 + 2 bytes) and lays out gradients in fp32 (2 + 4)",
+        "(2 + 2 bytes) and lays out gradients in fp32 (2 + 4). torchao's Float8Linear saves its input in bf16",
     ),
     "maxtext": Recipe(
         attention="cudnn", fused=HAND_WRITTEN, compiled=True, overlap_reduce=True, overlap_gather=True, source="XLA"

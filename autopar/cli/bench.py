@@ -24,6 +24,8 @@ Predict step seconds and peak GiB of published training runs, from hardware figu
 was measured: a line a row, then the errors by source, whether out-of-memory runs are told apart, rank correlation and
 regret within sweeps, and the targets. ROWS.json is a JSON list of objects; a value that is not known is null."""
 
+CLAIMS = "Price claims about training speed, and rules of thumb, as a page in Markdown"
+
 
 def add(commands: _SubParsersAction[ArgumentParser]) -> None:
     """The command, a word for each benchmark, and their flags."""
@@ -46,6 +48,10 @@ def add(commands: _SubParsersAction[ArgumentParser]) -> None:
         "--trace", metavar="FILE", help="write the simulated step of one row here (Chrome, Perfetto)"
     )
     published.set_defaults(run=_published)
+    claims = benches.add_parser("claims", help=CLAIMS.lower(), description=f"{CLAIMS}.", allow_abbrev=False)
+    claims.add_argument("--write", metavar="FILE", help="write the page here, too")
+    claims.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    claims.set_defaults(run=_claims)
 
 
 def _common(parser: ArgumentParser, case: str) -> None:
@@ -73,8 +79,20 @@ def _published(options: argparse.Namespace) -> tuple[str, int]:
     if options.trace:
         trace(report, options.trace)
     if options.out:
-        _write(options.out, found)
+        _write("out", options.out, found)
     return found if options.json else text(report), CRASHED if report.crashed else DONE
+
+
+def _claims(options: argparse.Namespace) -> tuple[str, int]:
+    from autopar.bench.claims import claims
+    from autopar.bench.claims_text import page
+
+    _check_folder("write", options.write)
+    found = claims()
+    text = page(found)
+    if options.write:
+        _write("write", options.write, text)
+    return json.dumps(found.to_json(), allow_nan=False) if options.json else text, DONE
 
 
 def _check_folder(flag: str, path: str | None) -> None:
@@ -83,8 +101,10 @@ def _check_folder(flag: str, path: str | None) -> None:
         raise AutoparError(f"--{flag} {path}: not a file in a folder that exists. Name one.")
 
 
-def _write(path: str, found: str) -> None:
+def _write(flag: str, path: str, found: str) -> None:
     try:
         Path(path).write_text(found + "\n", encoding="utf-8")
     except OSError as error:
-        raise AutoparError(f"--out {path}: cannot be written ({error.strerror or error}). Name another file.") from None
+        raise AutoparError(
+            f"--{flag} {path}: cannot be written ({error.strerror or error}). Name another file."
+        ) from None

@@ -135,7 +135,9 @@ def schedule_of(row: Row) -> tuple[str, int]:
         raise AutoparError(f"pp_schedule {row.pp_schedule!r} is not known. Legal: none, {', '.join(named)}.")
     schedule = named[row.pp_schedule]
     vp = row.vp or (math.ceil(row.layers / row.pp) if schedule == "interleaved" else 1)
-    return ("interleaved", vp) if vp > 1 else (schedule, 1)
+    if vp > 1:
+        return "interleaved", vp
+    return "1f1b" if schedule == "interleaved" else schedule, 1
 
 
 def recompute_of(text: str | None) -> str:

@@ -115,9 +115,10 @@ class Chip:
 
     ``efficiency``: fraction of the peak FLOP/s ("matmul"; "matmul_fp8" where it differs) and of the bandwidth
     ("memory") that is reached at best; of the rate of matmuls what is left where a width is no multiple of 8
-    ("unaligned"), where k is the width of a head ("scores"), and beside a collective ("beside"). ``launch``: seconds that any kernel takes at least. ``matmul``, ``attention``, ``copy``: what is
-    measured of kernels by shape and size (``copy``: bytes read and written); ``kernels``: the same of single ops, by
-    name (``aten.gelu``).
+    ("unaligned"), where k is the width of a head ("scores"), and beside a collective ("beside").
+
+    ``launch``: seconds that any kernel takes at least. ``matmul``, ``attention``, ``copy``: what is measured of kernels
+    by shape and size (``copy``: bytes read and written); ``kernels``: the same of single ops, by name (``aten.gelu``).
     """
 
     kind: Literal["cpu", "cuda"]

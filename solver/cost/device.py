@@ -39,7 +39,8 @@ class Device:
     """A device in plain numbers. ``rates``: burst FLOP/s that the best matmuls reach, by dtype; ``peaks``: those of
     the data sheet; ``bandwidth``: bytes/s that large kernels reach; ``launch_s``: seconds of the shortest kernel;
     ``sustained``: the fraction of burst rates that a long run holds; ``unaligned``: what is left of a matmul's rate
-    where n or k is no multiple of 8; ``scores``: of one whose k is the width of a head. Make one by ``Cluster.load(...).chip.device()``.
+    where n or k is no multiple of 8; ``scores``: of one whose k is the width of a head. Make one by
+    ``Cluster.load(...).chip.device()``.
 
     >>> device = Device("x", {"bf16": 8e14}, {"bf16": 1e15}, {"bf16": 2}, 3e12, launch_s=5e-6)
     >>> f"{device.matmul_s(1, 8192, 8192, 8192):.6f} s, {device.memory_s(3e9):.6f} s"

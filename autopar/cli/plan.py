@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,6 +28,18 @@ PROBLEM = ".npz"
 MOST_ROWS = 1 << 24  # of a global batch: rows are listed one by one
 PIN = re.compile(r"[\s,]+(?=[\w.]+=)")  # between pins of one word; a comma inside a value stays
 
+ELSEWHERE = (
+    "loss",
+    "cluster",
+    "nodes",
+    "ranks",
+    "global_batch",
+)  # flags of what is neither a plan nor a reference model
+FORMULAS = (
+    "instead of a MODEL: FLOPs and bytes of a reference model in its own symbols: gpt or llama, then any of tp sp cp "
+    "tied dropout experts; with sizes (--set s=4096) their values, too"
+)
+
 
 def add(commands: Any) -> None:
     """Add both commands to a parser."""
@@ -41,7 +53,8 @@ def add(commands: Any) -> None:
     plan.set_defaults(run=_plan)
 
     explain = commands.add_parser("explain", help="say what a plan does", allow_abbrev=False)
-    explain.add_argument("model", metavar="MODEL|PLAN", help="a MODEL as for plan, or a plan.json")
+    explain.add_argument("model", nargs="?", metavar="MODEL|PLAN", help="a MODEL as for plan, or a plan.json")
+    explain.add_argument("--formulas", nargs="+", metavar="WORD", help=FORMULAS)
     explain.add_argument(
         "--why-not", action="append", default=[], metavar="PINS", help="price another plan beside it: 'tp=8 zero=3'"
     )
@@ -136,6 +149,10 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
     from autopar.explain import explain
     from autopar.explain.why_not import as_json, why_not
 
+    if options.formulas:
+        return _formulas(options)
+    if options.model is None:
+        raise AutoparError("explain: nothing to explain. Name a MODEL or a plan.json, or --formulas llama tp.")
     if options.model.endswith(".json"):
         plan, error, others = _finished(options), None, []
     else:
@@ -152,7 +169,26 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
         more: dict[str, Any] = {"why_not": [as_json(plan, other) for other in others]} if others else {}
         more |= {"error": str(error)} if error is not None else {}
         return json.dumps({**page.to_json(), "fits": fits, **more}), code
-    return page.text(shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160), code
+    return page.text(_width()), code
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160
+
+
+def _formulas(options: argparse.Namespace) -> tuple[str, int]:
+    from autopar.explain.reference import formulas_of
+
+    _refuse_flags(options, ("model", "why_not", "pin", *ELSEWHERE), "--formulas are of a reference model. Leave it out")
+    page = formulas_of(options.formulas, options.set)
+    return json.dumps(page.to_json()) if options.json else page.text(_width()), DONE
+
+
+def _refuse_flags(options: argparse.Namespace, flags: Iterable[str], why: str) -> None:
+    for flag in flags:
+        if getattr(options, flag) not in (None, []):
+            name = "MODEL" if flag == "model" else f"--{flag.replace('_', '-')}"
+            raise AutoparError(f"{name}: {why}.")
 
 
 def _finished(options: argparse.Namespace) -> Plan:
@@ -160,10 +196,8 @@ def _finished(options: argparse.Namespace) -> Plan:
 
     if options.why_not:
         raise AutoparError(f"--why-not: {options.model} is a finished plan, other plans need the MODEL. Name it.")
-    for flag in ("pin", "set", "loss", "cluster", "nodes", "ranks", "global_batch"):
-        if getattr(options, flag) not in (None, []):
-            name = flag.replace("_", "-")
-            raise AutoparError(f"--{name}: {options.model} is a finished plan. Leave it out, or name a MODEL.")
+    why = f"{options.model} is a finished plan. Leave it out, or name a MODEL"
+    _refuse_flags(options, ("pin", "set", *ELSEWHERE), why)
     return Plan.load(options.model)
 
 

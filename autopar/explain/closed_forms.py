@@ -16,19 +16,9 @@ from collections.abc import Iterable, Mapping
 
 import sympy
 
-from autopar.errors import AutoparError
-from autopar.explain.page import Page, Section
-from autopar.pricing.symbols import reference_units
 from autopar.solver.work import Move, Op, Product, Size, Unit
 
-FAMILIES = ("gpt", "llama")
-WORDS = ("tp", "sp", "cp", "tied", "dropout", "experts")  # what a reference model may be besides its family
 BACKWARD = sympy.Rational(5, 2)  # FLOPs of attention's backward over those of forward: five matmuls to two
-LEGEND = (
-    "One rank, one microbatch, bf16. b rows of the microbatch on a data rank, s sequence, h width, heads, kv_heads, "
-    "head width of one, ffn width inside the MLP, vocab, tp tensor ranks, cp context ranks; of mixtures "
-    "experts, topk, ep. Causal attention counts half."
-)
 
 
 def total(sizes: Iterable[Size]) -> Size:
@@ -75,7 +65,7 @@ def moved_bytes(unit: Unit) -> dict[tuple[str, str], Size]:
     """Bytes of activations communicated, forward and backward, by axis and collective; counted as nccl-tests does."""
     found: dict[tuple[str, str], list[Size]] = defaultdict(list)
     for move in unit.moves:
-        for kind, nbytes in _ways(move):
+        for kind, nbytes in ways(move):
             found[move.axis, kind].append(nbytes)
     return {key: total(sizes) for key, sizes in found.items()}
 
@@ -85,54 +75,15 @@ def parameters(unit: Unit) -> Size:
     return total(piece.elements for _, piece in unit.parameters)
 
 
-def _ways(move: Move) -> Iterable[tuple[str, Size]]:
-    if move.weight:
-        return
-    if move.kind:
-        yield move.kind, move.piece.nbytes
-    if move.backward and move.backward_piece is not None:
-        yield move.backward, move.backward_piece.nbytes
+def ways(move: Move) -> list[tuple[str, Size]]:
+    """The collectives of a move of activations and their bytes, forward and backward."""
+    return [way for way in both_ways(move) if way[0]]
 
 
-def closed_forms(words: Iterable[str]) -> Page:
-    """The page of a reference model's closed forms. ``words``: its family, then any of `WORDS`.
-
-    Raises AutoparError for a word that is neither.
-
-    >>> closed_forms(["llama", "tp"]).sections[0].title
-    'prefix, by op'
-    """
-    family, *rest = words
-    for word in rest:
-        if word not in WORDS:
-            raise AutoparError(f"--formulas {family}: {word!r} is not known. Legal: {', '.join(WORDS)}.")
-    if family not in FAMILIES:
-        raise AutoparError(f"--formulas: {family!r} is no reference model. Legal: {', '.join(FAMILIES)}.")
-    if "sp" in rest and "tp" not in rest:
-        raise AutoparError("--formulas: sp cuts the sequence along tensor ranks. Add tp.")
-    flags = dict.fromkeys(rest, True)
-    units = reference_units(family, **flags)  # type: ignore[arg-type]
-    sections = tuple(section for name, unit in units.items() for section in _sections(name, unit))
-    return Page(" ".join([family, *rest]), (*sections[:-1], _with_note(sections[-1])))
-
-
-def _with_note(section: Section) -> Section:
-    return Section(section.title, section.rows, section.columns, LEGEND)
-
-
-def _sections(name: str, unit: Unit) -> Iterable[Section]:
-    """Ops that compute or keep something, then what moves, then the sums."""
-    kept = {id(op): nbytes for op, nbytes in kept_by_op(unit)}
-    rows = [
-        (_path(op), op.name.removeprefix("aten."), *map(str, op_flops(op)), str(kept[id(op)]))
-        for op in unit.ops
-        if op_flops(op)[0] or kept[id(op)]
-    ]
-    yield Section(f"{name}, by op", tuple(rows), ("module", "op", "FLOPs", "backward", "bytes kept"))
-    moves = [(_path(m), m.axis, *(f"{kind} {nbytes}" for kind, nbytes in _ways(m))) for m in unit.moves if not m.weight]
-    if moves:
-        yield Section(f"{name}, moves", tuple(moves), ("module", "axis", "forward", "backward"))
-    yield Section(f"{name}, in all", tuple((what, str(size)) for what, size in totals(unit).items()))
+def both_ways(move: Move) -> tuple[tuple[str, Size], tuple[str, Size]]:
+    """Collective and bytes, forward and backward; "" where a way has none, or what moves is a parameter."""
+    kind, back = ("", "") if move.weight else (move.kind, move.backward)
+    return (kind, move.piece.nbytes), (back, move.backward_piece.nbytes if move.backward_piece is not None else 0)
 
 
 def totals(unit: Unit) -> Mapping[str, Size]:
@@ -145,7 +96,3 @@ def totals(unit: Unit) -> Mapping[str, Size]:
         "bytes kept": kept_bytes(unit),
         **moved,
     }
-
-
-def _path(entry: Op | Move) -> str:
-    return entry.module or "(loss)"

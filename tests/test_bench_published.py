@@ -14,10 +14,11 @@ import pytest
 from autopar import AutoparError
 from autopar.bench.published import Report, published
 from autopar.bench.published_report import Fits, Result, fits, spearman, sweeps, time_errors, time_errors_of_rows
-from autopar.bench.published_rows import Row, lacks, read_rows
+from autopar.bench.published_rows import Row, lacks, read_rows, row_of
 from autopar.bench.published_targets import TARGETS, check
 from autopar.bench.published_text import text
 from autopar.cli import main
+from autopar.pricing import PricedRow
 
 SOUND = {"time": True, "memory": True, "fits": True, "rank": True, "why_not": None}
 STATED = {
@@ -253,3 +254,11 @@ def test_a_crash_costs_one_row_and_is_told(tmp_path: Path, capsys: pytest.Captur
 def test_a_report_of_nothing_priced() -> None:
     empty = Report((Result(Row("a"), reason="no"),))
     assert "no" in text(empty) and empty.to_json()["totals"]["time"] is None
+
+
+def test_the_seconds_of_pricing_are_told() -> None:
+    results = tuple(Result(row_of({"id": str(s)}, "x", "$"), PricedRow(1.0, 1.0, True), took_s=s) for s in (0.1, 0.2))
+    report = Report((*results, Result(row_of({"id": "no"}, "x", "$"), reason="not stated.")))
+    assert report.took() == pytest.approx({"median": 0.15, "p90": 0.19})
+    assert "Processor seconds that pricing a row takes\nmedian 0.150, p90 0.190" in text(report)
+    assert "Processor" not in text(Report(report.results[2:]))

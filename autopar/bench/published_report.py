@@ -29,11 +29,12 @@ DIGITS = 4  # of a relative error: more would be noise
 
 @dataclass(frozen=True)
 class Result:
-    """A row with its price, or with the reason why it has none."""
+    """A row with its price, or with the reason why it has none. ``took_s``: processor seconds that pricing it took."""
 
     row: Row
     priced: PricedRow | None = None
     reason: str | None = None
+    took_s: float = 0.0
 
     @property
     def step_s(self) -> float | None:

@@ -28,9 +28,15 @@ def text(report: Report) -> str:
         ("Fits, over rows that ran or ran out of memory", _fits_text(report.results)),
         ("Sweeps", _sweeps_text(report.sweeps())),
         ("Targets, as fractions", _targets_text(report.targets())),
+        ("Processor seconds that pricing a row takes", _took_text(report)),
         ("Keys that nothing reads", ", ".join(report.unread)),
     ]
     return "\n\n".join(f"{title}\n{body}" if title else body for title, body in parts if body)
+
+
+def _took_text(report: Report) -> str:
+    priced = any(result.priced for result in report.results)
+    return ", ".join(f"{name} {seconds:.3f}" for name, seconds in report.took().items()) if priced else ""
 
 
 def _rows_text(results: Sequence[Result]) -> str:

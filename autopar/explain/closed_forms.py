@@ -16,9 +16,10 @@ from collections.abc import Iterable, Mapping
 
 import sympy
 
+from autopar.solver.cost import device
 from autopar.solver.work import Move, Op, Product, Size, Unit
 
-BACKWARD = sympy.Rational(5, 2)  # FLOPs of attention's backward over those of forward: five matmuls to two
+BACKWARD = sympy.Rational(device.BACKWARD)
 
 
 def total(sizes: Iterable[Size]) -> Size:

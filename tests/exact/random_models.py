@@ -101,18 +101,23 @@ def main() -> int:
     parser.add_argument("--seeds", default="2000", help="how many, or FIRST:END")
     parser.add_argument("--real", type=int, default=100, help="so many of them on real ranks too")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="end the stacked ones after so long")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     begin, _, end = options.seeds.rpartition(":")
     seeds, started = range(int(begin or 0), int(end)), time.perf_counter()
     chunks = [seeds[i : i + CHUNK] for i in range(0, len(seeds), CHUNK)]
     found: list[tuple[str, str, list[str]]] = []
+    models = 0
     with get_context("forkserver").Pool(options.workers, maxtasksperchild=5) as workers:
-        for i, done in enumerate(workers.imap(stacked, chunks)):
+        for done in workers.imap(stacked, chunks):
             found += done
-            print(f"{(i + 1) * CHUNK} models, {time.perf_counter() - started:.0f} s", file=sys.stderr)
+            models += CHUNK
+            print(f"{models} models, {time.perf_counter() - started:.0f} s", file=sys.stderr)
+            if time.perf_counter() - started > 60 * options.minutes:
+                break
     ops = Counter(op for _, _, names in found for op in names)
-    print(f"{len(seeds)} models of {len(ops)} ops: " + ", ".join(f"{op} {n}" for op, n in ops.most_common()))
+    print(f"{min(models, len(seeds))} models of {len(ops)} ops: " + ", ".join(f"{op} {n}" for op, n in ops.most_common()))
     wrong = report([(plan, what) for plan, what, _ in found], "stacked", started)
     if options.real:
         started = time.perf_counter()

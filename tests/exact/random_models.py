@@ -117,7 +117,8 @@ def main() -> int:
             if time.perf_counter() - started > 60 * options.minutes:
                 break
     ops = Counter(op for _, _, names in found for op in names)
-    print(f"{min(models, len(seeds))} models of {len(ops)} ops: " + ", ".join(f"{op} {n}" for op, n in ops.most_common()))
+    met = ", ".join(f"{op} {n}" for op, n in ops.most_common())
+    print(f"{min(models, len(seeds))} models of {len(ops)} ops: {met}")
     wrong = report([(plan, what) for plan, what, _ in found], "stacked", started)
     if options.real:
         started = time.perf_counter()

@@ -25,6 +25,7 @@ from autopar.errors import AutoparError
 from autopar.hardware import Chip, Figure, Protocol, Tier
 from autopar.schema import fail, nearest, read, read_file
 from autopar.solver.cost import Line, Network
+from autopar.solver.cost.network import DIRECT
 
 SCHEMA = 2
 FOLDER = Path(__file__).parent / "clusters"
@@ -102,6 +103,22 @@ class Cluster:
         }
         tier = replace(last, bandwidth=Figure(wire, source), collectives=links)
         return replace(self, tiers=(*self.tiers[:-1], tier))
+
+    def with_node(self, ranks: int) -> Cluster:
+        """With ``ranks`` of the same chips a node, each with its own share of the NICs: what the ranks of a node reach
+        together between nodes scales with them."""
+        (node, *between), scale = self.tiers, ranks / self.ranks_per_node
+        if scale == 1 or not between:
+            return replace(self, ranks_per_node=ranks)
+        last, source = between[-1], f"given: {ranks} ranks a node"
+        links = {
+            k: x
+            if k in DIRECT
+            else replace(x, bandwidth=Figure(x.bandwidth.value * scale, f"{source}; {x.bandwidth.source}", False))
+            for k, x in last.collectives.items()
+        }
+        tiers = (replace(node, spans=ranks), *between[:-1], replace(last, collectives=links))
+        return replace(self, ranks_per_node=ranks, tiers=tiers)
 
     def with_power_cap(self, watts: float) -> Cluster:
         """With boards capped at ``watts`` W. Raises AutoparError where the chip's power is not known."""

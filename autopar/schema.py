@@ -65,6 +65,8 @@ def read_file(path: str | Path, *, who: str) -> object:
         return json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
     except ValueError as error:
         raise AutoparError(f"{who}: {path} is not JSON ({error}).") from None
+    except RecursionError:
+        raise AutoparError(f"{who}: {path} is nested too deeply to be read.") from None
 
 
 def fail(where: str, path: str, what: str) -> AutoparError:

@@ -33,7 +33,7 @@ class LlamaConfig:
     epsilon: float = 1e-5
     tied: bool = False  # whether the head is the token embedding
     head: int = 0  # width of a head; 0: the width shared out among the heads
-    activation: str = "swiglu"  # or "relu2", squared and without a gate, as in Nemotron-4
+    activation: str = "swiglu"  # or without a gate "relu2", squared as in Nemotron-4, or "gelu"
 
     @property
     def head_width(self) -> int:
@@ -107,11 +107,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, or two linears around a squared ReLU; ``[batch, sequence, width]`` to the same."""
+    """SwiGLU, or two linears around a squared ReLU or a GELU; ``[batch, sequence, width]`` to the same."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gated = config.activation == "swiglu"
+        self.gated, self.smooth = config.activation == "swiglu", config.activation == "gelu"
         if self.gated:
             self.gate_proj = nn.Linear(config.width, config.hidden, bias=False)
         self.up_proj = nn.Linear(config.width, config.hidden, bias=False)
@@ -120,7 +120,8 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.gated:
             return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(F.relu(self.up_proj(x)).square())
+        x = self.up_proj(x)
+        return self.down_proj(F.gelu(x) if self.smooth else F.relu(x).square())
 
 
 class Layer(nn.Module):

@@ -274,7 +274,7 @@ COMMANDS = {
     # clusters
     "a misspelt cluster": (
         "plan good.py:make --cluster h100-dxg",
-        "unknown, did you mean 'h100-dgx'? Legal: a100-40gb, a100-dgx, h100-dgx, h100-grandteton, local",
+        "unknown, did you mean 'h100-dgx'? Legal: a100-40gb, a100-dgx, h100-dgx, h100-grandteton, h200-dgx, local",
     ),
     "no such cluster file": ("plan good.py:make --cluster x.json", "cluster: no such file: x.json"),
     "a cluster file that is none": (

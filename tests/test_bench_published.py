@@ -91,7 +91,9 @@ def test_a_row_that_does_not_say_what_it_is_sound_for_is_scored_by_what_it_measu
         ({"tp": 0}, r"row a-0: at \$\[1\]\.tp: 0 is not legal\. Legal: 1 and more, or null"),
         ({"tp": "two"}, r"row a-0: at \$\[1\]\.tp: \"two\" is not an integer"),
         ({"tp": 1.5}, r"row a-0: at \$\[1\]\.tp: 1\.5 is not an integer"),
-        ({"zero_stage": 4}, r"row a-0: at \$\[1\]\.zero_stage: 4 is not legal\. Legal: 0, 1, 2, 3"),
+        ({"zero_stage": 4}, r"row a-0: at \$\[1\]\.zero_stage: 4 is not legal\. Legal: 0 to 3"),
+        ({"layers": 10**400}, r"row a-0: at \$\[1\]\.layers: 10{29} is not legal"),
+        ({"run": {"dropout": 2}}, r"row a-0: at \$\[1\]\.run\.dropout: 2\.0 is not legal\. Legal: 0 to 1, or null"),
         ({"step_time_s": -1}, r"row a-0: at \$\[1\]\.step_time_s: -1\.0 is not legal"),
         ({"run": {"tdp_w": "hot"}}, r"row a-0: at \$\[1\]\.run\.tdp_w: \"hot\" is not a number"),
         ({"run": []}, r"row a-0: at \$\[1\]\.run: a JSON list is not an object"),
@@ -105,7 +107,7 @@ def test_a_malformed_row_is_one_line(row: dict[str, Any], line: str, tmp_path: P
         read_rows(path)
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", "[1]", "[", '{"rows": []}', '[{"id": "a", "id": "b"}]'])
+@pytest.mark.parametrize("content", ["{}", "[]", "[1]", "[", "[" * 100_000, '{"rows": []}', '[{"id": "a", "id": "b"}]'])
 def test_a_malformed_file_is_one_line(content: str, tmp_path: Path) -> None:
     path = tmp_path / "bad.json"
     path.write_text(content)
@@ -119,7 +121,11 @@ def test_a_malformed_file_is_one_line(content: str, tmp_path: Path) -> None:
         ({"ffn": None, "gpu": None}, "not stated: ffn, gpu."),
         ({"dp": 4}, "tp=2 x pp=2 x cp=1 x dp=4 are 16 ranks, gpus=8."),
         ({"kind": "per-layer-time"}, "kind 'per-layer-time' is not a whole step."),
-        ({"heads": 5}, "hidden=64 is no multiple of heads=5, and the size of a head is not stated."),
+        ({"kind": "inference"}, "kind 'inference' is not a whole step."),
+        ({"kv_heads": 3}, "kv_heads=3 does not divide heads=4."),
+        ({"moe_experts": 4, "moe_topk": 5}, "moe_topk=5 of moe_experts=4."),
+        ({"mbs": 64}, "gbs=16 is less than mbs=64 x dp=2: ranks have nothing to do."),
+        ({"heads": 5, "kv_heads": 5}, "hidden=64 is no multiple of heads=5, and the size of a head is not stated."),
     ],
 )
 def test_what_says_too_little_is_not_priced(row: dict[str, Any], reason: str, tmp_path: Path) -> None:

@@ -18,7 +18,17 @@ def _h100():
 
 
 def test_shipped_names():
-    assert shipped() == ["a100-40gb", "a100-dgx", "h100-dgx", "h100-grandteton", "local"]
+    assert shipped() == ["a100-40gb", "a100-dgx", "h100-dgx", "h100-grandteton", "h200-dgx", "local"]
+
+
+def test_nodes_of_another_size():
+    """Between nodes the ranks of a node reach together what their own wires carry; inside, nothing changes."""
+    cluster = Cluster.load("h100-dgx", nodes=4)
+    half = cluster.with_node(4)
+    assert half.ranks == 16 and cluster.with_node(8) == cluster
+    assert half.network().seconds("all_gather", 1e9, 4) == cluster.network().seconds("all_gather", 1e9, 4)
+    assert half.network().seconds("all_gather", 1e9, 8) > 3 * cluster.network().seconds("all_gather", 1e9, 8)
+    assert half.link("all_reduce", 16, 1)[1] == pytest.approx(cluster.link("all_reduce", 16, 1)[1] / 2)
 
 
 @pytest.mark.parametrize("name", shipped())

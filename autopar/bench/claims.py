@@ -17,7 +17,7 @@ from autopar.cluster import Cluster
 from autopar.explain.closed_forms import forward_flops, parameters
 from autopar.hardware import Attention, Figure, Link
 from autopar.pricing import PricedRow, price_row
-from autopar.pricing.configuration import FAMILIES, cluster_of
+from autopar.pricing.configuration import cluster_of, family_of
 from autopar.pricing.symbols import Compiled, compiled, reference_units
 from autopar.solver.cost import KINDS
 from autopar.solver.work import Unit
@@ -255,7 +255,7 @@ def _sizes(row: Row) -> Mapping[str, int]:
 
 
 def _numbers(row: Row) -> Mapping[str, Unit]:
-    return _compiled(FAMILIES[row.ffn_type])(_sizes(row))
+    return _compiled(family_of(row))(_sizes(row))
 
 
 @cache

@@ -113,15 +113,17 @@ SIZES = ("layers", "hidden", "heads", "ffn", "seq", "gpus", "tp", "pp", "dp", "m
 ESSENTIAL = (*SIZES, "ffn_type", "gpu", "precision")
 RAN = "ok"
 TINY = sys.float_info.min
-LEAST = {  # the least that a number may be, and that in words
-    "zero_stage": (0, "0, 1, 2, 3"),
-    "moe_experts": (0, "0 and more"),
-    "moe_topk": (0, "0 and more"),
-    "step_time_s": (TINY, "more than 0"),
-    "peak_mem_gib": (TINY, "more than 0"),
-    "run.dropout": (0, "0 to 1"),
+MOST = 10**12
+RANGES = {  # the least and the most that a number may be
+    "zero_stage": (0, 3),
+    "moe_experts": (0, MOST),
+    "moe_topk": (0, MOST),
+    "step_time_s": (TINY, MOST),
+    "peak_mem_gib": (TINY, MOST),
+    "run.dropout": (0, 1),
+    "run.grad_bytes": (1, 4),
 }
-WITHOUT_STEPS = ("per-layer-time",)  # kinds of rows that say nothing of a whole step
+WITHOUT_STEPS = ("per-layer-time", "inference", "lora")  # kinds of rows that say nothing of a whole training step
 # Fields of the form that neither pricing nor scoring reads.
 UNREAD = {
     "provenance",
@@ -170,10 +172,15 @@ def row_of(data: object, where: str, path: str) -> Row:
     except AutoparError as error:
         raise AutoparError(str(error).replace(": at $.", f": at {path}.", 1)) from None
     for name, value in _numbers(row, data):
-        least, legal = LEAST.get(name, (1, "1 and more"))
-        if value < least or (name == "zero_stage" and value > 3):
-            raise fail(where, f"{path}.{name}", f"{value} is not legal. Legal: {legal}, or null: not stated.")
+        least, most = RANGES.get(name, (1, MOST))
+        if not least <= value <= most:
+            raise fail(where, f"{path}.{name}", f"{str(value)[:30]} is not legal. Legal: {_legal(least, most)}.")
     return _completed(row if data.get("use") is not None else replace(row, use=_sound(row)))
+
+
+def _legal(least: float, most: float) -> str:
+    first = "more than 0" if least == TINY else f"{least:g}"
+    return f"{first} {'and more' if most == MOST else f'to {most:g}'}, or null: not stated"
 
 
 def lacks(row: Row) -> str | None:
@@ -186,6 +193,12 @@ def lacks(row: Row) -> str | None:
     ranks = row.tp * row.pp * max(row.cp, 1) * row.dp
     if ranks != row.gpus:
         return f"tp={row.tp} x pp={row.pp} x cp={max(row.cp, 1)} x dp={row.dp} are {ranks} ranks, gpus={row.gpus}."
+    if row.gbs < row.mbs * row.dp:
+        return f"gbs={row.gbs} is less than mbs={row.mbs} x dp={row.dp}: ranks have nothing to do."
+    if row.kv_heads and row.heads % row.kv_heads:
+        return f"kv_heads={row.kv_heads} does not divide heads={row.heads}."
+    if row.moe_topk > row.moe_experts:
+        return f"moe_topk={row.moe_topk} of moe_experts={row.moe_experts}."
     if row.hidden % row.heads:
         return f"hidden={row.hidden} is no multiple of heads={row.heads}, and the size of a head is not stated."
     return None

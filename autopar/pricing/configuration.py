@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -13,8 +14,9 @@ from autopar.errors import AutoparError
 from autopar.pricing.compose import Layout, Priced, step_of
 from autopar.pricing.fp8 import in_fp8
 from autopar.pricing.kernels import unit_cost
-from autopar.pricing.recipe import Recipe, recipe
+from autopar.pricing.recipe import FLASH, Recipe, recipe
 from autopar.pricing.symbols import Compiled, compiled, reference_units
+from autopar.solver.cost.device import Device
 from autopar.solver.simulate.engine import Timeline
 from autopar.solver.simulate.step import run
 from autopar.solver.work import Move, Op, Piece, Unit, gathered_again
@@ -25,11 +27,25 @@ if TYPE_CHECKING:
 GIB = 2**30
 VOCABULARY = 50304  # where a row states none: GPT-2's, padded as Megatron-LM pads it
 DEVICES = {  # words of a row's `gpu` -> the shipped cluster of such nodes
-    ("H100", "Grand Teton"): "h100-grandteton",
-    ("H100",): "h100-dgx",
-    ("A100",): "a100-dgx",
+    r"\bH200\b": "h200-dgx",
+    r"\bH100\b.*Grand Teton": "h100-grandteton",
+    r"\bH100\b": "h100-dgx",
+    r"\bA100\b.*\b40 ?GB\b": "a100-40gb",
+    r"\bA100\b": "a100-dgx",
 }
-FAMILIES = {"gelu": "gpt", "swiglu": "llama", "relu2": "llama"}
+OTHER_BOARDS = r"PCI|\bNVL\b"  # the same name, but slower chips and no switch between them
+ACTIVATIONS = {"gelu": "gelu", "swiglu": "swiglu", "geglu": "swiglu", "relu2": "relu2"}
+"""A row's `ffn_type` -> the reference model's activation, with as many operations and bytes."""
+SCHEDULES = {  # letters and digits of a row's `pp_schedule` -> of the simulator
+    "": "1f1b",
+    "none": "1f1b",
+    "1f1b": "1f1b",
+    "interleaved1f1b": "interleaved",
+    "1f1bi": "interleaved",
+    "gpipe": "gpipe",
+    "zb1p": "zb-1p",
+    "zb2p": "zb-2p",
+}
 
 
 @dataclass(frozen=True)
@@ -67,11 +83,14 @@ def summary(timeline: Timeline, cluster: Cluster, kind: str = "") -> PricedRow:
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The cluster of a row, with the fabric and the power cap that it states."""
-    name = next((c for words, c in DEVICES.items() if all(w in row.gpu for w in words)), None)
-    if name is None:
-        raise AutoparError(f"gpu {row.gpu!r} is not known. Legal: names with H100 or A100.")
-    cluster = Cluster.load(name, nodes=math.ceil(row.gpus / 8))
+    """The cluster of a row, with the nodes, the fabric and the power cap that it states."""
+    name = next((c for words, c in DEVICES.items() if re.search(words, row.gpu)), None)
+    if name is None or re.search(OTHER_BOARDS, row.gpu):
+        raise AutoparError(f"gpu {row.gpu!r} is not known. Legal: H200, H100, A100 and A100 40GB, on SXM boards.")
+    cluster = Cluster.load(name)
+    if row.gpus_per_node:
+        cluster = cluster.with_node(row.gpus_per_node)
+    cluster = replace(cluster, nodes=math.ceil(row.gpus / cluster.ranks_per_node))
     if row.run.fabric_gbps_per_node:
         cluster = cluster.with_fabric(row.run.fabric_gbps_per_node)
     if row.run.tdp_w:
@@ -92,7 +111,27 @@ def recipe_of(row: Row) -> Recipe:
         "dropout",
         "logits_sharded",
     )
-    return recipe(run_.source_kind, **{name: getattr(run_, name) for name in names})
+    return recipe(run_.source_kind or framework_of(row), **{name: getattr(run_, name) for name in names})
+
+
+def framework_of(row: Row) -> str:
+    """The framework of a row that states none: PyTorch's FSDP where weights or gradients are sharded; Megatron-LM of
+    2021 for a GPT on A100s; else what came after it, with flash attention."""
+    if (row.zero_stage or 0) >= 2:
+        return "torchtitan"
+    return "megatron" if family_of(row) == "gpt" and "A100" in row.gpu else "nemo"
+
+
+def family_of(row: Row) -> str:
+    """The reference model of a row; what has fewer heads of keys and values is no GPT-2.
+
+    Raises AutoparError for an MLP that is not known.
+    """
+    if row.ffn_type == "gelu" and row.kv_heads in (0, row.heads):
+        return "gpt"
+    if row.ffn_type not in ACTIVATIONS:
+        raise AutoparError(f"ffn_type {row.ffn_type!r} is not known. Legal: {', '.join(ACTIVATIONS)}.")
+    return "llama"
 
 
 def layout_of(row: Row) -> Layout:
@@ -116,28 +155,24 @@ def layout_of(row: Row) -> Layout:
         reshard=row.run.fsdp_reshard_after_forward is not False,
         recompute=recompute_of(row.recompute),
         schedule=schedule,
-        tied=FAMILIES.get(row.ffn_type) == "gpt",
+        tied=family_of(row) == "gpt",
     )
 
 
 def schedule_of(row: Row) -> tuple[str, int]:
-    """(schedule, chunks a rank). An interleaved schedule that states no chunks has as many as there are layers."""
-    named = {
-        "1F1B": "1f1b",
-        "interleaved-1F1B": "interleaved",
-        "1F1B-I": "interleaved",
-        "ZB-1p": "zb-1p",
-        "ZB-2p": "zb-2p",
-    }
-    if row.pp == 1 or row.pp_schedule in (None, "none"):
+    """(schedule, chunks a rank). An interleaved schedule that states no chunks has as many as there are layers; several
+    chunks without another schedule are interleaved."""
+    if row.pp == 1:
         return "1f1b", 1
-    if row.pp_schedule not in named:
-        raise AutoparError(f"pp_schedule {row.pp_schedule!r} is not known. Legal: none, {', '.join(named)}.")
-    schedule = named[row.pp_schedule]
+    name = re.sub(r"[^a-z0-9]", "", (row.pp_schedule or "").lower())
+    if name not in SCHEDULES:
+        legal = "none, 1F1B, interleaved-1F1B, 1F1B-I, GPipe, ZB-1p, ZB-2p"
+        raise AutoparError(f"pp_schedule {row.pp_schedule!r} is not known. Legal: {legal}.")
+    schedule = SCHEDULES[name]
     vp = row.vp or (math.ceil(row.layers / row.pp) if schedule == "interleaved" else 1)
-    if vp > 1:
-        return "interleaved", vp
-    return "1f1b" if schedule == "interleaved" else schedule, 1
+    if schedule in ("1f1b", "interleaved"):
+        schedule = "interleaved" if vp > 1 else "1f1b"
+    return schedule, vp
 
 
 def recompute_of(text: str | None) -> str:
@@ -147,11 +182,12 @@ def recompute_of(text: str | None) -> str:
     ('full', 'attention', 'none')
     """
     words = (text or "none").lower()
-    if words.startswith("full"):
-        return "full"
     if words.startswith("selective"):
         return "attention" if "attention" in words else "ops"
-    return "none"
+    found = next((known for known in ("none", "full") if words.startswith(known)), None)
+    if found is None:
+        raise AutoparError(f"recompute {text!r} is not known. Legal: none, full, selective.")
+    return found
 
 
 def experts_axis(row: Row) -> int:
@@ -173,9 +209,10 @@ def dtype_of(precision: str) -> tuple[str, bool]:
     >>> dtype_of("fp16/bf16 (not stated)"), dtype_of("fp8")
     (('fp16', False), ('bf16', True))
     """
-    if not any(known in precision for known in ("bf16", "fp16", "fp8")):
+    words = precision.lower()
+    if not any(known in words for known in ("bf16", "fp16", "fp8")):
         raise AutoparError(f"precision {precision!r} is not known. Legal: bf16, fp16, fp8.")
-    return "fp16" if precision.startswith("fp16") else "bf16", "fp8" in precision
+    return "fp16" if words.startswith("fp16") else "bf16", "fp8" in words
 
 
 def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Priced:
@@ -184,6 +221,7 @@ def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Pri
         raise AutoparError(f"precision {row.precision!r}: {cluster.chip.name} has no fp8 matmuls. Take bf16.")
     sizes = sizes_of(row, layout)
     device = cluster.chip.device()
+    how = available(how, device, row.run.attention_kernel)
     units = units_at(row, layout, how, sizes)
     prefix, layer, suffix = (unit_cost(units[name], how, device) for name in ("prefix", "layer", "suffix"))
     beside = cluster.chip.efficiency.get("beside")
@@ -198,6 +236,14 @@ def priced_units(row: Row, layout: Layout, how: Recipe, cluster: Cluster) -> Pri
         beside=beside.value if beside is not None else 1.0,
         table=sizes["vocab"] * row.hidden / layout.tp,
     )
+
+
+def available(how: Recipe, device: Device, stated: str | None) -> Recipe:
+    """The recipe with an attention kernel that the device has: libraries that prefer cuDNN's on Hopper run
+    flash-attention 2 before it (Transformer Engine). A kernel that a run states stays."""
+    if stated or how.attention not in FLASH or how.attention in {name for name, *_ in device.attentions}:
+        return how
+    return replace(how, attention="flash2")
 
 
 def sizes_of(row: Row, layout: Layout) -> dict[str, int]:
@@ -248,9 +294,7 @@ def _head(unit: Unit) -> tuple[int, Piece]:
 
 def reference(row: Row, layout: Layout, how: Recipe) -> Compiled:
     """Closed forms of the units of a row's structure, as one function of the sizes."""
-    family = FAMILIES.get(row.ffn_type)
-    if family is None:
-        raise AutoparError(f"ffn_type {row.ffn_type!r} is not known. Legal: {', '.join(FAMILIES)}.")
+    family = family_of(row)
     return _compiled(
         family,
         tp=layout.tp > 1,
@@ -258,7 +302,7 @@ def reference(row: Row, layout: Layout, how: Recipe) -> Compiled:
         cp=layout.cp > 1,
         tied=layout.tied,
         dtype=dtype_of(row.precision)[0],
-        activation=row.ffn_type,
+        activation=ACTIVATIONS[row.ffn_type],
         dropout=how.dropout and family == "gpt",
         experts=bool(row.moe_experts),
     )

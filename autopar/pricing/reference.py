@@ -36,7 +36,7 @@ class Structure:
     """What of a reference model its sizes do not say.
 
     ``tp``, ``sp``, ``cp``: whether tensor ranks divide it, along the sequence too, and context ranks. ``activation``:
-    "gelu" or "relu2" of family "gpt", "swiglu" or "relu2" of "llama", or "" for the family's own. ``experts``:
+    "gelu" or "relu2" of family "gpt", "swiglu", "relu2" or "gelu" of "llama", or "" for the family's own. ``experts``:
     whether its MLP is a mixture of experts, which `autopar.pricing.experts` makes of the dense one.
     """
 
@@ -51,7 +51,7 @@ class Structure:
     experts: bool = False
 
     def __post_init__(self) -> None:
-        legal = {"gpt": ("gelu", "relu2", ""), "llama": ("swiglu", "relu2", "")}
+        legal = {"gpt": ("gelu", "relu2", ""), "llama": ("swiglu", "relu2", "gelu", "")}
         if self.family not in legal:
             raise AutoparError(f"family {self.family!r}: is not known. Legal: {', '.join(legal)}.")
         if self.activation not in legal[self.family]:

@@ -24,6 +24,8 @@ __all__ = ["Chunk", "Step", "UnitTimes", "run", "tasks_of"]
 
 WHEN_GATHERED = ("never", "step", "use")
 WHEN_REDUCED = ("never", "step", "microbatch")
+MOST = 1_000_000
+"""Tasks of a step: seconds to simulate, and bytes to hold, grow with them."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,14 @@ def tasks_of(step: Step) -> list[Task]:
     for name, value, legal in (("gather", step.gather, WHEN_GATHERED), ("reduce", step.reduce, WHEN_REDUCED)):
         if value not in legal:
             raise AutoparError(f"step.{name} {value!r} is not known. Legal: {', '.join(legal)}.")
+    stages = [chunk for rank in step.chunks for chunk in rank]
+    units = sum(times for chunk in stages for _, times in chunk.units)
+    by_unit = step.gather == "use" or step.reduce == "microbatch"
+    if 2 * step.microbatches * (units if by_unit else len(stages)) + units > MOST:
+        raise AutoparError(
+            f"step: {step.microbatches} microbatches through {len(stages)} stages of {units} units are more than "
+            f"{MOST} tasks. Simulate fewer microbatches."
+        )
     return _Builder(step).build()
 
 

@@ -15,6 +15,8 @@ from autopar.pricing.configuration import (
     GIB,
     cluster_of,
     experts_axis,
+    family_of,
+    framework_of,
     layout_of,
     priced_units,
     recipe_of,
@@ -55,6 +57,7 @@ def priced(of: Row) -> Priced:
     return priced_units(of, layout_of(of), recipe_of(of), cluster_of(of))
 
 
+FLASH_2 = {"attention_kernel": "flash2"}
 KORTHIKANTI = {  # arXiv 2205.05198: fp16, attention's scores written out, dropout; tensor ranks 8
     "22B": {"layers": 48, "hidden": 6144, "heads": 64, "ffn": 24576, "mbs": 4, "gbs": 4, "pp": 1},
     "175B": {"layers": 96, "hidden": 12288, "heads": 96, "ffn": 49152, "mbs": 1, "gbs": 64, "pp": 8, "vp": 3},
@@ -177,10 +180,16 @@ def test_experts_with_each_layout_are_priced() -> None:
         ({**MIXTURE, "ep": 8, "dp": 4, "tp": 2}, "ep=8: does not divide moe_experts=8 and cp x dp=4"),
         ({"precision": "fp8", "gpu": "A100"}, "precision 'fp8': A100 SXM4 80GB has no fp8 matmuls. Take bf16."),
         ({"precision": "int4"}, "precision 'int4' is not known. Legal: bf16, fp16, fp8."),
-        ({"ffn_type": "glu"}, "ffn_type 'glu' is not known. Legal: gelu, swiglu, relu2."),
+        ({"ffn_type": "glu"}, "ffn_type 'glu' is not known. Legal: gelu, swiglu, geglu, relu2."),
         ({"gpu": "B300"}, "gpu 'B300' is not known"),
         ({"pp": 2, "dp": 4, "pp_schedule": "dual"}, "pp_schedule 'dual' is not known. Legal: none, 1F1B"),
         ({"mbs": None}, "mbs is not stated"),
+        ({"recompute": "partial"}, "recompute 'partial' is not known. Legal: none, full, selective."),
+        ({"gpu": "H100-PCIe-80GB"}, "gpu 'H100-PCIe-80GB' is not known. Legal: H200, H100"),
+        ({"gpu": "GH200 96GB"}, "gpu 'GH200 96GB' is not known"),
+        ({"pp": 2, "dp": 4, "vp": 2, "pp_schedule": "ZB-1p"}, "schedule zb-1p: has one chunk a rank, not 2."),
+        ({"gbs": 10**10}, "are more than 1000000 tasks"),
+        ({"gpu": "A100", "run": {"attention_kernel": "cudnn"}}, "no figures for attention kernel 'cudnn'"),
     ],
 )
 def test_what_cannot_be_priced_says_why(fields: dict[str, Any], words: str) -> None:
@@ -229,6 +238,9 @@ def test_logits_that_are_gathered_are_whole_in_the_loss() -> None:
         ({"pp": 2, "pp_schedule": "1F1B-I", "vp": 1}, ("1f1b", 1)),
         ({"pp": 2, "pp_schedule": "1F1B", "vp": 2}, ("interleaved", 2)),
         ({"pp": 2, "pp_schedule": "ZB-2p"}, ("zb-2p", 1)),
+        ({"pp": 2, "vp": 2}, ("interleaved", 2)),
+        ({"pp": 2, "vp": 2, "pp_schedule": "Interleaved1F1B"}, ("interleaved", 2)),
+        ({"pp": 2, "pp_schedule": "GPipe"}, ("gpipe", 1)),
     ],
 )
 def test_schedules_by_name(fields: dict[str, Any], expected: tuple[str, int]) -> None:
@@ -238,6 +250,52 @@ def test_schedules_by_name(fields: dict[str, Any], expected: tuple[str, int]) ->
 def test_recomputation_in_the_words_of_sources() -> None:
     words = ("full (per block)", "full", "selective (attention core)", "selective op", "none", "", None)
     assert [recompute_of(w) for w in words] == ["full", "full", "attention", "ops", "none", "none", "none"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        ("H200-SXM5-141GB", "h200-dgx"),
+        ("H100-SXM 96GB HBM2e 2.4TB/s, 500W cap (Grand Teton)", "h100-grandteton"),
+        ("A100-SXM4-40GB", "a100-40gb"),
+        ("A100 (4x200Gb/s, NVLink)", "a100-dgx"),
+    ],
+)
+def test_devices_by_name(gpu: str, name: str) -> None:
+    assert cluster_of(row(gpu=gpu)).name == name
+
+
+def test_nodes_have_the_ranks_that_a_row_states() -> None:
+    small, large = (row(gpus_per_node=n, gpus=16, tp=8, dp=2) for n in (4, 8))
+    assert (cluster_of(small).nodes, cluster_of(large).nodes) == (4, 2)
+    assert price_row(small).parts["tp_s"] > 2 * price_row(large).parts["tp_s"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "framework"),
+    [
+        ({}, "nemo"),
+        ({"zero_stage": 3}, "torchtitan"),
+        ({"gpu": "A100", "ffn_type": "gelu"}, "megatron"),
+        ({"gpu": "A100"}, "nemo"),
+    ],
+)
+def test_the_framework_of_a_row_that_states_none(fields: dict[str, Any], framework: str) -> None:
+    of = row(**fields, run={})
+    assert framework_of(of) == framework and price_row(of).step_s > 0
+
+
+def test_without_cudnn_attention_runs_in_flash_2() -> None:
+    default, stated = (price_row(row(gpu="A100", run={"source_kind": "nemo", **x})) for x in ({}, FLASH_2))
+    assert default.step_s == stated.step_s
+
+
+def test_a_gelu_between_grouped_heads() -> None:
+    """Fewer weights and less time than with as many heads of keys and values."""
+    whole, grouped = (row(ffn_type="gelu", kv_heads=n, gpus=1, dp=1) for n in (16, 4))
+    assert (family_of(whole), family_of(grouped)) == ("gpt", "llama")
+    assert priced(grouped).layer.elements.total < priced(whole).layer.elements.total
+    assert price_row(row(ffn_type="geglu")).step_s == price_row(row()).step_s
 
 
 def test_peaks_are_counted_as_the_source_counts_them() -> None:

@@ -168,7 +168,7 @@ def times(cost: UnitCost, layout: Layout, priced: Priced) -> UnitTimes:
         weight_bytes=min(saved, sum(cost.for_weights.values())),
         recompute_bytes=working if again else 0.0,
         working_bytes=0.0 if again else working,
-        comm=next((axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1), "tp"),
+        comm="+".join(axis for axis in ("tp", "cp", "ep") if getattr(layout, axis) > 1) or "tp",
     )
 
 

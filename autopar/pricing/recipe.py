@@ -132,8 +132,10 @@ FRAMEWORKS = {
         optimizer_traffic=FOREACH,
         compiled_loss=False,
         keeps_fp8=False,
+        gathers_again=False,
         source="torchtitan 2024-12: SDPA with flash-attention 2, fp32 parameters. FSDP 2 copies what it gathers "
-        "(2 + 2 bytes) and lays out gradients in fp32 (2 + 4). torchao's Float8Linear saves its input in bf16",
+        "(2 + 2 bytes) and lays out gradients in fp32 (2 + 4). What tensor ranks gather of a DTensor is "
+        "kept for backward. torchao's Float8Linear saves its input in bf16",
     ),
     "maxtext": Recipe(
         attention="cudnn", fused=HAND_WRITTEN, compiled=True, overlap_reduce=True, overlap_gather=True, source="XLA"

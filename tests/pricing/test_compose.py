@@ -246,7 +246,7 @@ def test_collectives_inside_a_unit_run_on_their_own_ranks() -> None:
         ("all_to_all", 16.0, 4, 2),
         ("all_to_all", 16.0, 4, 2),
     ]
-    assert times(cost, layout, priced()).comm == "tp"
+    assert times(cost, layout, priced()).comm == "tp+ep"
     assert times(cost, replace(layout, tp=1), priced()).comm == "ep"
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.errors import AutoparError
@@ -33,7 +33,8 @@ class Layout:
     are neighbours among those of context and data.
 
     ``rows``: of a microbatch on a rank; ``recompute``: "none", "full", "attention" (its core) or "ops" (all but
-    attention and every second matmul). ``zero``: 0 to 3; ``reshard``: whether ZeRO-3 lets go of weights after forward.
+    attention and every second matmul), of ``recomputed`` layers of each chunk (0: of all). ``zero``: 0 to 3;
+    ``reshard``: whether ZeRO-3 lets go of weights after forward.
     """
 
     layers: int
@@ -49,6 +50,7 @@ class Layout:
     zero: int = 0
     reshard: bool = True
     recompute: str = "none"
+    recomputed: int = 0
     schedule: str = "1f1b"
     tied: bool = False
 
@@ -105,11 +107,17 @@ def step_of(layout: Layout, priced: Priced) -> Step:
     """The step that the simulator runs."""
     stages = stages_of(layout, priced)
     timed = {u.name: times(u, layout, priced) for u in (priced.prefix, priced.layer, priced.suffix)}
+    whole = times(priced.layer, replace(layout, recompute="none"), priced)
+
+    def units(stage: Stage) -> Iterator[tuple[UnitTimes, int]]:
+        for unit, count in stage:
+            again = min(count, layout.recomputed or count)
+            yield timed[unit.name], again
+            if again < count:
+                yield whole, count - again
+
     send, last = send_seconds(layout, priced), len(stages) - 1
-    chunks = [
-        Chunk(tuple((timed[u.name], count) for u, count in stage), send_s=send if i < last else 0.0)
-        for i, stage in enumerate(stages)
-    ]
+    chunks = [Chunk(tuple(units(stage)), send_s=send if i < last else 0.0) for i, stage in enumerate(stages)]
     elements = [held_elements(stages[rank :: layout.pp], layout, priced) for rank in range(layout.pp)]
     return Step(
         chunks=tuple(tuple(chunks[rank :: layout.pp]) for rank in range(layout.pp)),

@@ -36,6 +36,9 @@ DEVICES = {  # words of a row's `gpu` -> the shipped cluster of such nodes
 OTHER_BOARDS = r"PCI|\bNVL\b"  # the same name, but slower chips and no switch between them
 ACTIVATIONS = {"gelu": "gelu", "swiglu": "swiglu", "geglu": "swiglu", "relu2": "relu2"}
 """A row's `ffn_type` -> the reference model's activation, with as many operations and bytes."""
+BLOCKS = re.compile(
+    r"\bblock, *(\d+)"
+)  # in a row's `recompute`: so many layers of each chunk, Megatron's "block" method
 SCHEDULES = {  # letters and digits of a row's `pp_schedule` -> of the simulator
     "": "1f1b",
     "none": "1f1b",
@@ -154,6 +157,7 @@ def layout_of(row: Row) -> Layout:
         zero=int(str(row.zero_stage or 0)[0]),
         reshard=row.run.fsdp_reshard_after_forward is not False,
         recompute=recompute_of(row.recompute),
+        recomputed=int(found[1]) if (found := BLOCKS.search(row.recompute or "")) else 0,
         schedule=schedule,
         tied=family_of(row) == "gpt",
     )

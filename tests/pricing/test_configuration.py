@@ -252,6 +252,17 @@ def test_recomputation_in_the_words_of_sources() -> None:
     assert [recompute_of(w) for w in words] == ["full", "full", "attention", "ops", "none", "none", "none"]
 
 
+def test_layers_recomputed_in_part() -> None:
+    """Between all and none, in equal steps; "per block" is all."""
+    words = ("none", "full (block, 1 layer)", "full (block, 2 layers)", "full (block, 4 layers)", "full (per block)")
+    none, one, two, all_, block = (price_row(row(recompute=w)) for w in words)
+    assert none.step_s < one.step_s < two.step_s < all_.step_s == block.step_s
+    saved = [p.parts["activations_gib"] for p in (none, one, two, all_)]
+    assert saved == sorted(saved)[::-1]
+    assert two.parts["recompute_s"] == pytest.approx(2 * one.parts["recompute_s"])
+    assert all_.parts["recompute_s"] == pytest.approx(4 * one.parts["recompute_s"])
+
+
 @pytest.mark.parametrize(
     ("gpu", "name"),
     [

@@ -8,6 +8,7 @@ profile`. The figures to predict from are those of the cluster files given, else
 from __future__ import annotations
 
 import time
+from bisect import bisect
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -178,20 +179,23 @@ class Training:
         self.optimizer.zero_grad()
 
     def live(self) -> int:
-        """The most bytes of tensors alive during three more steps: those alive before, and what the allocator
-        reports."""
+        """The most bytes of tensors alive during a step: those alive before, and what the allocator reports. The least
+        of five steps, the first of six aside, since the threads of a communication backend let go of tensors late, which only
+        adds."""
         from autopar.runtime.collectives import kept_apart
 
         before = sum({s.data_ptr(): s.nbytes() for s in map(_storage, self._held())}.values())
-        cpu = [torch.profiler.ProfilerActivity.CPU]
+        cpu, begun = [torch.profiler.ProfilerActivity.CPU], []
         with kept_apart(), torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
-            for _ in range(3):
+            for _ in range(6):
+                begun.append(time.time_ns())
                 self.step()
-        now = most = 0
+        now, most = 0, [0] * len(begun)
         for event in sorted(_allocations(profiler), key=lambda e: e.start_ns()):
             now += event.nbytes()
-            most = max(most, now)
-        return before + most
+            step = max(0, bisect(begun, event.start_ns()) - 1)
+            most[step] = max(most[step], now)
+        return before + min(most[1:])
 
     def _held(self) -> Iterator[Tensor]:
         yield from self.parallel.parameters()

@@ -180,8 +180,8 @@ class Training:
 
     def live(self) -> int:
         """The most bytes of tensors alive during a step: those alive before, and what the allocator reports. The least
-        of five steps, the first of six aside, since the threads of a communication backend let go of tensors late, which only
-        adds."""
+        of five steps, the first of six aside: the threads of a communication backend let go of tensors late, which
+        only adds."""
         from autopar.runtime.collectives import kept_apart
 
         before = sum({s.data_ptr(): s.nbytes() for s in map(_storage, self._held())}.values())

@@ -176,8 +176,7 @@ class _Dry(Program):
         self.tensors = _Buffers({n: _like(captured.buffers[n]) for n in local.buffers})
         self.constants = [_like(captured.constants[n]) for n in local.constants]
         self.rests = {u.fqn: self._rest(u) for u in local.parameters}
-        used = {*self.rests}
-        self.unused = [_like(p) for n, p in captured.parameters.items() if n not in used]
+        self.unused = [_like(p) for n, p in captured.parameters.items() if n not in self.rests]  # alive all the same
         self.dtypes = {i.name: i.dtype for i in captured.inputs}
 
     def _rest(self, use: ParameterUse) -> Tensor:

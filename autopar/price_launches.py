@@ -6,15 +6,13 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from autopar.cluster import Cluster
 from autopar.dry_run import Launch
 from autopar.hardware import KERNEL
+from autopar.passes.price import DTYPES
 from autopar.solver.cost import KINDS
 from autopar.solver.work import Attend
 
-DTYPES = {torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16"}
 NOTHING = ("prim", "profiler")  # namespaces of what is no kernel
 INSIDE = {  # what our own ops do, by the bytes of their first operand, as kernels and collectives
     "autopar.vocabulary_cross_entropy": ("aten.mean", "aten.add", "aten.exp", "aten.mean", "all_reduce", "all_reduce"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any
 
 from autopar.bench.published_rows import Row, Run
@@ -18,7 +17,7 @@ from autopar.explain.closed_forms import forward_flops, parameters
 from autopar.hardware import Attention, Figure, Link
 from autopar.pricing import PricedRow, price_row
 from autopar.pricing.configuration import cluster_of, family_of
-from autopar.pricing.symbols import Compiled, compiled, reference_units
+from autopar.pricing.symbols import counted
 from autopar.solver.cost import KINDS
 from autopar.solver.work import Unit
 
@@ -255,9 +254,5 @@ def _sizes(row: Row) -> Mapping[str, int]:
 
 
 def _numbers(row: Row) -> Mapping[str, Unit]:
-    return _compiled(family_of(row))(_sizes(row))
-
-
-@cache
-def _compiled(family: str) -> Compiled:
-    return compiled(reference_units(family, tied=family == "gpt"))
+    family = family_of(row)
+    return counted(family, tied=family == "gpt")(_sizes(row))

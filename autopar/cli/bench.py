@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autopar.cli.flags import CRASHED, DONE
+from autopar.cli.flags import CRASHED, DONE, check_folder, write_file
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
@@ -71,7 +70,7 @@ def _published(options: argparse.Namespace) -> tuple[str, int]:
     from autopar.bench.published_text import text
 
     for flag in ("out", "trace"):
-        _check_folder(flag, getattr(options, flag))
+        check_folder(flag, getattr(options, flag))
     if options.trace and len(options.case) != 1:
         raise AutoparError(f"--trace {options.trace}: a trace is of one row. Name it by --case ID.")
     report = published(options.rows, options.case)
@@ -79,7 +78,7 @@ def _published(options: argparse.Namespace) -> tuple[str, int]:
     if options.trace:
         trace(report, options.trace)
     if options.out:
-        _write("out", options.out, found)
+        write_file("out", options.out, found)
     return found if options.json else text(report), CRASHED if report.crashed else DONE
 
 
@@ -87,24 +86,9 @@ def _claims(options: argparse.Namespace) -> tuple[str, int]:
     from autopar.bench.claims import claims
     from autopar.bench.claims_text import page
 
-    _check_folder("write", options.write)
+    check_folder("write", options.write)
     found = claims()
     text = page(found)
     if options.write:
-        _write("write", options.write, text)
+        write_file("write", options.write, text)
     return json.dumps(found.to_json(), allow_nan=False) if options.json else text, DONE
-
-
-def _check_folder(flag: str, path: str | None) -> None:
-    """What cannot be written is refused before any row is priced."""
-    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
-        raise AutoparError(f"--{flag} {path}: not a file in a folder that exists. Name one.")
-
-
-def _write(flag: str, path: str, found: str) -> None:
-    try:
-        Path(path).write_text(found + "\n", encoding="utf-8")
-    except OSError as error:
-        raise AutoparError(
-            f"--{flag} {path}: cannot be written ({error.strerror or error}). Name another file."
-        ) from None

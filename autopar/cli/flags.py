@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
@@ -50,3 +51,19 @@ def cluster_of(options: argparse.Namespace) -> Cluster:
     if options.ranks is not None:
         raise AutoparError(f"--ranks {options.ranks}: the cluster {name} says how many ranks a node has. Use --nodes.")
     return Cluster.load(name, nodes=1 if options.nodes is None else options.nodes)
+
+
+def check_folder(flag: str, path: str | None) -> None:
+    """What cannot be written is refused before anything is computed."""
+    if path is not None and (Path(path).is_dir() or not Path(path).parent.is_dir()):
+        raise AutoparError(f"--{flag} {path}: not a file in a folder that exists. Name one.")
+
+
+def write_file(flag: str, path: str | Path, text: str) -> None:
+    """The text and a line break into a file that a flag names."""
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise AutoparError(
+            f"--{flag} {path}: cannot be written ({error.strerror or error}). Name another file."
+        ) from None

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.cli.flags import DONE
+from autopar.cli.flags import DONE, write_file
 from autopar.errors import AutoparError
 
 if TYPE_CHECKING:
@@ -49,10 +49,7 @@ def _profile(options: argparse.Namespace) -> tuple[str, int]:
         return "", DONE
     cluster = from_json(found, where=str(path))
     text = json.dumps(found, indent=1)
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise AutoparError(f"--out {path}: cannot be written ({error.strerror or error}). Name another file.") from None
+    write_file("out", path, text)
     return text if options.json else f"{path}: {_line(cluster)}", DONE
 
 

@@ -92,9 +92,8 @@ def _value(size: Size, sizes: Mapping[sympy.Symbol, int]) -> str:
 
 
 def _step(units: Mapping[str, Unit]) -> Section:
-    layers, stages, *names = sympy.symbols("layers pp layer prefix suffix", positive=True)
-    layer, prefix, suffix = names
-    step = pipelined(layers / stages * layer + prefix + suffix)
+    layer, prefix, suffix = sympy.symbols("layer prefix suffix", positive=True)
+    step = pipelined(layer, prefix + suffix)
     seconds = {
         name: unit_seconds(unit).replace(_is_piecewise, lambda form: form.args[0][0]) for name, unit in units.items()
     }

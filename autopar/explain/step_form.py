@@ -43,15 +43,15 @@ def unit_seconds(unit: Unit) -> sympy.Expr:
 def step_seconds(units: Mapping[str, Unit]) -> sympy.Expr:
     """Seconds of a step: a stage's layers, embedding and head for every microbatch, and the bubble of pp stages."""
     layer, ends = unit_seconds(units["layer"]), unit_seconds(units["prefix"]) + unit_seconds(units["suffix"])
-    return pipelined(LAYERS / STAGES * layer + ends)
+    return pipelined(layer, ends)
 
 
-def pipelined(stage: Any) -> Any:
-    """Of one microbatch's seconds on the longest stage: those of the step.
+def pipelined(layer: Any, ends: Any) -> Any:
+    """Of one microbatch's seconds of a layer, and of embedding and head, on the longest stage: those of the step.
 
     Source: Narayanan et al. 2021, section 2.2: the bubble is (pp - 1) / vp microbatches.
     """
-    return (MICROBATCHES + (STAGES - 1) / CHUNKS) * stage
+    return (MICROBATCHES + (STAGES - 1) / CHUNKS) * (LAYERS / STAGES * layer + ends)
 
 
 def evaluated(form: sympy.Expr) -> Callable[[Mapping[str, Any]], Any]:

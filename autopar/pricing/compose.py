@@ -107,14 +107,14 @@ def step_of(layout: Layout, priced: Priced) -> Step:
     """The step that the simulator runs."""
     stages = stages_of(layout, priced)
     timed = {u.name: times(u, layout, priced) for u in (priced.prefix, priced.layer, priced.suffix)}
-    whole = times(priced.layer, replace(layout, recompute="none"), priced)
+    kept = times(priced.layer, replace(layout, recompute="none"), priced) if layout.recomputed else None
 
     def units(stage: Stage) -> Iterator[tuple[UnitTimes, int]]:
         for unit, count in stage:
             again = min(count, layout.recomputed or count)
             yield timed[unit.name], again
-            if again < count:
-                yield whole, count - again
+            if kept is not None and again < count:
+                yield kept, count - again
 
     send, last = send_seconds(layout, priced), len(stages) - 1
     chunks = [Chunk(tuple(units(stage)), send_s=send if i < last else 0.0) for i, stage in enumerate(stages)]

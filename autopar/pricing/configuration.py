@@ -6,8 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
@@ -15,7 +14,7 @@ from autopar.pricing.compose import Layout, Priced, step_of
 from autopar.pricing.fp8 import in_fp8
 from autopar.pricing.kernels import unit_cost
 from autopar.pricing.recipe import FLASH, Recipe, recipe
-from autopar.pricing.symbols import Compiled, compiled, reference_units
+from autopar.pricing.symbols import Compiled, counted
 from autopar.solver.cost.device import Device
 from autopar.solver.simulate.engine import Timeline
 from autopar.solver.simulate.step import run
@@ -36,9 +35,8 @@ DEVICES = {  # words of a row's `gpu` -> the shipped cluster of such nodes
 OTHER_BOARDS = r"PCI|\bNVL\b"  # the same name, but slower chips and no switch between them
 ACTIVATIONS = {"gelu": "gelu", "swiglu": "swiglu", "geglu": "swiglu", "relu2": "relu2"}
 """A row's `ffn_type` -> the reference model's activation, with as many operations and bytes."""
-BLOCKS = re.compile(
-    r"\bblock, *(\d+)"
-)  # in a row's `recompute`: so many layers of each chunk, Megatron's "block" method
+BLOCKS = re.compile(r"\bblock, *(\d+)")
+"""In a row's `recompute`: so many layers of each chunk, Megatron's "block" method."""
 SCHEDULES = {  # letters and digits of a row's `pp_schedule` -> of the simulator
     "": "1f1b",
     "none": "1f1b",
@@ -74,12 +72,12 @@ def price_row(row: Row, cluster: Cluster | None = None) -> PricedRow:
     return summary(timeline, cluster, row.mem_kind)
 
 
-def summary(timeline: Timeline, cluster: Cluster, kind: str = "") -> PricedRow:
-    """Step seconds and the peak of the fullest rank: of live tensors, or where ``kind`` says so what the allocator
+def summary(timeline: Timeline, cluster: Cluster, mem_kind: str = "") -> PricedRow:
+    """Step seconds and the peak of the fullest rank: of live tensors, or where ``mem_kind`` says so what the allocator
     reserved for them. Whether it fits counts the driver's context too."""
     rank, peak = timeline.worst
     held = cluster.chip.held(peak.nbytes)
-    reserved = held - cluster.chip.context if "max reserved" in kind else peak.nbytes
+    reserved = held - cluster.chip.context if "max reserved" in mem_kind else peak.nbytes
     parts = {f"{kind}_s": seconds for kind, seconds in timeline.parts(rank).items()}
     parts |= {f"{owner}_gib": nbytes / GIB for owner, nbytes in peak.owners.items()}
     return PricedRow(timeline.seconds, reserved / GIB, held <= cluster.memory, parts, timeline)
@@ -103,18 +101,7 @@ def cluster_of(row: Row) -> Cluster:
 
 def recipe_of(row: Row) -> Recipe:
     """How the run computes, with what it states."""
-    run_ = row.run
-    names = (
-        "attention_kernel",
-        "fused_norm",
-        "compile",
-        "async_tp",
-        "tp_overlap",
-        "grad_bytes",
-        "dropout",
-        "logits_sharded",
-    )
-    return recipe(run_.source_kind or framework_of(row), **{name: getattr(run_, name) for name in names})
+    return recipe(row.run.source_kind or framework_of(row), **vars(row.run))
 
 
 def framework_of(row: Row) -> str:
@@ -154,7 +141,7 @@ def layout_of(row: Row) -> Layout:
         rows=row.mbs,
         microbatches=max(1, math.ceil(row.gbs / (row.dp * row.mbs))),
         sequence_parallel=bool(row.sequence_parallel) and row.tp > 1,
-        zero=int(str(row.zero_stage or 0)[0]),
+        zero=row.zero_stage or 0,
         reshard=row.run.fsdp_reshard_after_forward is not False,
         recompute=recompute_of(row.recompute),
         recomputed=int(found[1]) if (found := BLOCKS.search(row.recompute or "")) else 0,
@@ -299,7 +286,7 @@ def _head(unit: Unit) -> tuple[int, Piece]:
 def reference(row: Row, layout: Layout, how: Recipe) -> Compiled:
     """Closed forms of the units of a row's structure, as one function of the sizes."""
     family = family_of(row)
-    return _compiled(
+    return counted(
         family,
         tp=layout.tp > 1,
         sp=layout.sequence_parallel,
@@ -310,11 +297,6 @@ def reference(row: Row, layout: Layout, how: Recipe) -> Compiled:
         dropout=how.dropout and family == "gpt",
         experts=bool(row.moe_experts),
     )
-
-
-@cache
-def _compiled(family: str, **structure: Any) -> Compiled:
-    return compiled(reference_units(family, **structure))
 
 
 def padded(vocabulary: int, tp: int) -> int:

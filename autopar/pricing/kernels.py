@@ -107,10 +107,8 @@ def unit_cost(unit: Unit, recipe: Recipe, device: Device) -> UnitCost:
         _kernel(group, unit, device, cost)
     if recipe.holds_outputs and any(op.kind == "loss" for op in unit.ops):
         _keep(cost, _outputs(unit))
-    for op in unit.ops:
-        for piece in (*op.reads, *op.kept):
-            if piece.key not in unit.made and not piece.weight and piece.floating:
-                cost.inputs[piece.key] = max(cost.inputs.get(piece.key, 0.0), float(piece.nbytes))
+    outside = (p for op in unit.ops for p in (*op.reads, *op.kept) if p.key not in unit.made)
+    cost.inputs = {k: float(p.nbytes) for k, p in _largest(p for p in outside if p.floating and not p.weight).items()}
     return cost
 
 

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.passes import price
 from autopar.passes.divide_work import flops
 from autopar.passes.facts import operand_nodes, value
 from autopar.solver.work import Attend, Product
 
 Shape = tuple[int, ...]
-DTYPES = {
-    torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16",
-    torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8",
-}  # fmt: skip
+DTYPES = {**price.DTYPES, torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 COPIES = {"clone", "contiguous", "cat", "stack", "reshape", "repeat", "roll", "flip", "pad", "constant_pad_nd", "copy"}
 LOOKUPS = {"embedding", "index", "index_select", "gather", "take_along_dim", "scatter", "index_put"}
 REDUCTIONS = {"sum", "mean", "amax", "amin", "max", "min", "prod", "logsumexp", "softmax", "log_softmax", "var", "std"}

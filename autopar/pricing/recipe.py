@@ -63,25 +63,17 @@ STATED = (  # what a run may state -> the field of its recipe
     ("logits_sharded", "sharded_logits"),
 )
 HAND_WRITTEN = frozenset({"norm", "pointwise", "loss"})
+MEGATRON = Recipe(
+    attention="fused_softmax",
+    fused=frozenset({"norm", "pointwise"}),
+    dropout=True,
+    source="Megatron-LM 2021-22: fused softmax, layer norm, bias-gelu; fp32 main gradients; dropout 0.1",
+)
 FRAMEWORKS = {
-    "megatron": Recipe(
-        attention="fused_softmax",
-        fused=frozenset({"norm", "pointwise"}),
-        dropout=True,
-        scatter_send=True,
-        source="Megatron-LM 2021-22: fused softmax, layer norm, bias-gelu; fp32 main gradients; dropout 0.1",
-    ),
-    "zerobubble": Recipe(
-        attention="fused_softmax",
-        fused=frozenset({"norm", "pointwise"}),
-        dropout=True,
-        overlap_backward=True,
-        source="Megatron-LM 2023: as megatron",
-    ),
-    "vtrain": Recipe(
-        attention="fused_softmax",
-        fused=frozenset({"norm", "pointwise"}),
-        dropout=True,
+    "megatron": replace(MEGATRON, scatter_send=True),
+    "zerobubble": replace(MEGATRON, overlap_backward=True, source="Megatron-LM 2023: as megatron"),
+    "vtrain": replace(
+        MEGATRON,
         gradient=2,
         source="Megatron-DeepSpeed: as megatron, gradients accumulated and reduced in fp16 by DeepSpeed",
     ),

@@ -181,4 +181,10 @@ def compiled(units: Mapping[str, Unit]) -> Compiled:
     return count
 
 
-__all__ = ["SYMBOLS", "compiled", "decoded", "reference_units", "with_sizes"]
+@cache
+def counted(family: str, **structure: Any) -> Compiled:
+    """`compiled` of `reference_units`, once for each structure."""
+    return compiled(reference_units(family, **structure))
+
+
+__all__ = ["SYMBOLS", "Compiled", "compiled", "counted", "decoded", "reference_units", "with_sizes"]

@@ -41,6 +41,8 @@ def _profile(options: argparse.Namespace) -> tuple[str, int]:
     if torchrun and options.ranks is not None:
         raise AutoparError(f"--ranks {options.ranks}: torchrun says how many ranks there are. Leave it out.")
     rank, ranks = join() if torchrun else (0, options.ranks if options.ranks is not None else os.cpu_count() or 1)
+    if ranks < 1:
+        raise AutoparError(f"--ranks {ranks}: is not a number of ranks. Legal: 1 or more.")
     path = Path(options.out or f"profiled-{ranks}.json")
     if path.suffix != ".json" or path.is_dir() or not path.parent.is_dir():
         raise AutoparError(f"--out {path}: not a file in a folder that exists. Name one that ends in .json.")

@@ -99,16 +99,6 @@ def _check_classes(plan: Plan, where: str) -> None:
             path = f"$.classes[{c}].extra[{k}]"
             _check_layout(extra.layout, len(every), None, where, f"{path}.layout")
             _check_place(extra.of, group.ops, where, f"{path}.of")
-    _check_recompute(plan, where)
-
-
-def _check_recompute(plan: Plan, where: str) -> None:
-    for key, ops in plan.recompute.ops.items():
-        path = f"$.recompute.ops[{json.dumps(key)}]"
-        if not key.isdecimal() or int(key) >= len(plan.classes):
-            raise fail(where, path, f"there is no class {key!r}. Legal: 0 to {len(plan.classes) - 1}.")
-        for i, index in enumerate(ops):
-            _check_place(index, plan.classes[int(key)].ops, where, f"{path}[{i}]")
 
 
 def _check_place(index: int, ops: tuple[Op, ...], where: str, path: str) -> None:

@@ -99,11 +99,16 @@ class Extra:
 
 @dataclass(frozen=True)
 class PlanClass:
-    """Equal units (``fqn``: the first one's) share one assignment. ``extra``: materialised extra layouts."""
+    """Equal units (``fqn``: the first one's) share one assignment. ``extra``: materialised extra layouts.
+
+    ``recompute``: what backward makes again: ``none`` (all that backward reads is kept), ``selective`` (results of
+    matmuls, convolutions, attention and collectives are kept), ``full`` (only what the units read of others is kept).
+    """
 
     fqn: str
     ops: tuple[Op, ...] = ()
     extra: tuple[Extra, ...] = ()
+    recompute: Literal["none", "selective", "full"] = "none"
 
 
 @dataclass(frozen=True)
@@ -148,14 +153,6 @@ class Parameter:
     grad_dtype: str = "fp32"
     trainable: bool = True
     aliases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Recompute:
-    """``ops``: per class index (as text) the op indices whose results are made again in backward."""
-
-    policy: Literal["none", "selective", "full"] = "none"
-    ops: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -270,7 +267,6 @@ class Plan:
     schedule: Schedule = Schedule()
     inputs: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
-    recompute: Recompute = Recompute()
     relaxations: Mapping[str, str] = field(default_factory=dict)
     padding: tuple[Padding, ...] = ()
     rng: Rng = Rng()
@@ -307,6 +303,12 @@ class Plan:
         peak, limit = self.predicted.peak_mem_gib, self.predicted.parts.get("memory_limit_bytes")
         return None if peak is None or limit is None else peak * 2**30 <= limit
 
+    @property
+    def recompute(self) -> str:
+        """What the units make again in backward: the one word of all of them, or ``mixed``."""
+        found = {self.classes[u.kind].recompute for u in self.units}
+        return "mixed" if len(found) > 1 else next(iter(found), "none")
+
     def one_line(self) -> str:
         """``dp=2 tp=2 zero=3 microbatches=3 on 4 ranks``: axes, then what is not the default."""
         words = [f"{a.name}={a.size}" for a in self.axes if not a.is_time]
@@ -314,7 +316,7 @@ class Plan:
             self.microbatches > 1
         )
         words += [f"schedule={self.schedule.name}"] * (self.schedule.name != "accumulate")
-        words += [f"recompute={self.recompute.policy}"] * (self.recompute.policy != "none")
+        words += [f"recompute={self.recompute}"] * (self.recompute != "none")
         return f"{' '.join(words) or 'dp=1'} on {self.ranks} rank{'s' * (self.ranks != 1)}"
 
     def to_json(self, *, timings: bool = False) -> dict[str, Any]:

@@ -51,17 +51,20 @@ def plan_of(
     cluster: Cluster,
     *,
     units: Sequence[tuple[str, int, int]] = (),
+    recompute: Sequence[str] = (),
     rename: bool = False,
 ) -> Plan:
     """The plan that a finished graph amounts to; predictions, proof and pins are the caller's to add.
 
-    ``units``: (FQN, start, stop) of each unit as a range of `ops_of`, in order and without gaps (none: one unit).
-    Units with equal ops that do the same share a class. ``rename``: give the axes the names of what they do. Parameters
-    that would nest two axes in opposite orders at rest are nested alike (`rests.one_nesting`).
+    ``units``: (FQN, start, stop) of each unit as a range of `ops_of`, in order and without gaps (none: one unit);
+    ``recompute``: what each makes again in backward (empty: nothing). Units with equal ops that do the same share a
+    class. ``rename``: give the axes the names of what they do. Parameters that would nest two axes in opposite orders
+    at rest are nested alike (`rests.one_nesting`).
     """
     shown = displays(gm, mesh, frozenset(i.name for i in captured.inputs if i.batch), captured.batch)
     names = axis_names(shown) if rename else tuple(a.name for a in mesh.axes)
-    kinds, classes = _classes(gm, units or [("", 0, len(ops_of(gm)))])
+    units = units or [("", 0, len(ops_of(gm)))]
+    kinds, classes = _classes(gm, units, recompute or ["none"] * len(units))
     nodes = {str(n.target): n for n in gm.graph.nodes if n.op == "get_attr" and str(n.target) in captured.parameters}
     rests = _rests(nodes)
     return Plan(
@@ -69,9 +72,9 @@ def plan_of(
         cluster=ClusterId(cluster.name, cluster.nodes, cluster.ranks_per_node, cluster.device),
         axes=_axes(mesh, cluster, names, shown),
         mesh=sizes_by_name(shown, [a.size for a in mesh.axes]),
-        units=tuple(Unit(fqn, kind) for (fqn, _, _), kind in zip(units or [("", 0, 0)], kinds, strict=True)),
+        units=tuple(Unit(fqn, kind) for (fqn, _, _), kind in zip(units, kinds, strict=True)),
         classes=classes,
-        stages=(Stage(0, max(1, len(units))),),
+        stages=(Stage(0, len(units)),),
         microbatches=1 if mesh.time is None else mesh.axes[mesh.time].size,
         batch=captured.batch,
         inputs={n.name: str(produced_layout(n)) for n in gm.graph.nodes if n.op == "placeholder"},
@@ -130,7 +133,7 @@ def _axes(mesh: Mesh, cluster: Cluster, names: Sequence[str], shown: Sequence[tu
 
 
 def _classes(
-    gm: fx.GraphModule, units: Sequence[tuple[str, int, int]]
+    gm: fx.GraphModule, units: Sequence[tuple[str, int, int]], recompute: Sequence[str]
 ) -> tuple[tuple[int, ...], tuple[PlanClass, ...]]:
     """The class of every unit, and the classes in order of their first units."""
     nodes = ops_of(gm)
@@ -138,13 +141,13 @@ def _classes(
     known: dict[object, int] = {}
     kinds: list[int] = []
     classes: list[PlanClass] = []
-    for fqn, start, stop in units:
+    for (fqn, start, stop), again in zip(units, recompute, strict=True):
         ops = tuple(_op(index, node) for index, node in enumerate(nodes[start:stop]))
         shapes = tuple(fact(node).values for node in nodes[start:stop])
-        key = (tuple(replace(op, fqn="") for op in ops), shapes)
+        key = (tuple(replace(op, fqn="") for op in ops), shapes, again)
         if key not in known:
             known[key] = len(classes)
-            classes.append(PlanClass(fqn, ops))
+            classes.append(PlanClass(fqn, ops, recompute=again))  # type: ignore[arg-type]
         kinds.append(known[key])
     return tuple(kinds), tuple(classes)
 

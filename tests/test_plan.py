@@ -45,7 +45,6 @@ KEYS = [
     "microbatches",
     "schedule",
     "parameters",
-    "recompute",
     "relaxations",
     "padding",
     "rng",
@@ -113,6 +112,18 @@ def test_schema_is_wide_enough_from_the_start():
     assert set(KEYS) <= set(_plan().to_json())
     assert "timings" not in _plan().to_json() and _plan().to_json(timings=True)["timings"] == {"capture": 1.25}
     assert from_json(_plan().to_json(timings=True)).timings == {"capture": 1.25}
+
+
+def test_the_word_of_recomputation_is_that_of_all_units():
+    def of(*words):
+        classes = tuple(PlanClass(f"h.{i}", recompute=word) for i, word in enumerate(words))
+        return replace(_plan(), classes=classes, units=tuple(Unit(c.fqn, i) for i, c in enumerate(classes)))
+
+    assert [of(*w).recompute for w in (("none",), ("full", "full"), ("none", "selective"))] == ["none", "full", "mixed"]
+    assert Plan(ModelId("sha256:0")).recompute == "none" and "recompute" not in of("none").one_line()
+    assert of("full", "none").one_line().endswith("recompute=mixed on 4 ranks")
+    again = loads(of("selective", "none").dumps())
+    assert again.recompute == "mixed" and again.classes[0].recompute == "selective"
 
 
 def test_the_smallest_plan():
@@ -199,8 +210,11 @@ def _broken(path, value):
             "plan: at $.classes[0].ops[1].index: 0 is not the op's place in its class. Legal: 1.",
         ),
         (["classes", 0, "extra", 0, "of"], 2, "plan: at $.classes[0].extra[0].of: there is no op 2. Legal: 0 to 1."),
-        (["recompute", "ops"], {"1": [0]}, "plan: at $.recompute.ops[\"1\"]: there is no class '1'. Legal: 0 to 0."),
-        (["recompute", "ops"], {"0": [0, 7]}, 'plan: at $.recompute.ops["0"][1]: there is no op 7. Legal: 0 to 1.'),
+        (
+            ["classes", 0, "recompute"],
+            "all",
+            'plan: at $.classes[0].recompute: "all" is not legal. Legal: "none", "selective", "full".',
+        ),
         (["axes", 1, "wire"], {"copy": [0, 1]}, "plan: at $.axes[1].wire: has the keys ['copy']. Legal: all_reduce,"),
         (["axes", 0, "wire", "copy"], [0.0, -1.0], "plan: at $.axes[0].wire.copy: [0.0, -1.0] has a negative time."),
         (["axes", 0, "wire", "copy"], [0.0], "plan: at $.axes[0].wire.copy: has 1 items. Legal: 2."),

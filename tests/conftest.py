@@ -19,7 +19,7 @@ def _alone() -> Iterator[None]:
     import torch
     import torch.distributed as dist
 
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # the CPU's; `torch.manual_seed` prints the stack once for each other device
     yield
     if dist.is_initialized():
         dist.destroy_process_group()

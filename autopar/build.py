@@ -227,14 +227,14 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
             f"plan: $.units: the classes of all units have {len(listed)} ops, the graph has {len(nodes)}. Plan again."
         )
     every = tuple(range(len(mesh.axes)))
-    for (where, op), node in zip(listed, nodes, strict=True):
+    for (where, unit, op), node in zip(listed, nodes, strict=True):
         chosen = [choice_from_text(text) for text in op.choices]
         found = None
         if op.op == str(node.target) and _known(node, chosen):
             found = strategy(node, mesh, chosen, op.order or every)
         if found is None:
             raise AutoparError(_illegal(where, op, node, mesh))
-        node.meta[KEY] = replace(fact(node), strategy=found)
+        node.meta[KEY] = replace(fact(node), strategy=found, unit=unit)
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             text = plan.inputs.get(node.name)
@@ -248,13 +248,15 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
         elif is_getitem(node):
             producer, index = node.args[0], node.args[1]
             assert isinstance(producer, fx.Node) and isinstance(index, int)
-            made = fact(producer).strategy
-            assert made is not None
-            node.meta[KEY] = replace(fact(node), strategy=Strategy((), made.order, (), (made.results[index],)))
+            known = fact(producer)
+            assert known.strategy is not None
+            picked = Strategy((), known.strategy.order, (), (known.strategy.results[index],))
+            node.meta[KEY] = replace(fact(node), strategy=picked, unit=known.unit)
     prologue = None
     if prepared.prologue is not None:
         prologue = complete_prologue(copy_graph(prepared.prologue), mesh, gm)
-    return lowerable(gm, mesh, prepared, prologue)
+    recompute = tuple(plan.classes[unit.kind].recompute for unit in plan.units)
+    return replace(lowerable(gm, mesh, prepared, prologue), recompute=recompute)
 
 
 def lowerable(gm: fx.GraphModule, mesh: Mesh, prepared: Prepared, prologue: fx.GraphModule | None = None) -> Lowerable:
@@ -285,11 +287,11 @@ def plan_mesh(plan: Plan) -> Mesh:
     return Mesh(tuple(axes))
 
 
-def _ops_of_units(plan: Plan) -> Iterator[tuple[str, Op]]:
-    """(JSON path, op) of every op of the graph, unit by unit."""
-    for unit in plan.units:
+def _ops_of_units(plan: Plan) -> Iterator[tuple[str, int, Op]]:
+    """(JSON path, unit, op) of every op of the graph, unit by unit."""
+    for u, unit in enumerate(plan.units):
         for k, op in enumerate(plan.classes[unit.kind].ops):
-            yield f"plan: $.classes[{unit.kind}].ops[{k}]", op
+            yield f"plan: $.classes[{unit.kind}].ops[{k}]", u, op
 
 
 def _apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:

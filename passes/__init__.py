@@ -34,9 +34,10 @@ PREPARE = (
 )
 """From the captured graph to one the rules divide well. ``annotate`` and ``hoist_normalisers`` come next."""
 
-LOWER = ("complete_layouts", "insert_changes", "make_local")
+LOWER = ("complete_layouts", "insert_changes", "make_local", "split_units")
 """From the prepared graph to the program of a rank: strategies from pins (or a plan's), changes as nodes, local sizes
-and collectives. They take a mesh and more, so `autopar.build` and `autopar.passes.lower` call them by hand."""
+and collectives, a program for each unit. They take a mesh and more, so `autopar.build` and `autopar.passes.lower` call
+them by hand."""
 
 
 def run(gm: fx.GraphModule, names: tuple[str, ...]) -> fx.GraphModule:

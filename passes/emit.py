@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map
 import autopar.runtime.collectives
 import autopar.runtime.ops  # noqa: F401  registers the library ops
 from autopar.passes.changes import Step
-from autopar.passes.facts import Value, call, fact, operand_nodes, value
+from autopar.passes.facts import KEY, UNIT, Fact, Value, call, fact, operand_nodes, value
 from autopar.passes.layout import Layout, Mesh, Split, parts_before
 from autopar.runtime.counter_random import SEEDED
 
@@ -46,7 +46,10 @@ class Emitter:
         assert self.at is not None
         if self.place and target in SEEDED:
             target, kwargs = SEEDED[target], {**kwargs, **self.place}
-        return call(self.graph, target, args, kwargs, like=self.at)
+        made, known = call(self.graph, target, args, kwargs, like=self.at), self.at.meta.get(KEY)
+        if isinstance(known, Fact):
+            made.meta[UNIT] = known.unit
+        return made
 
     def operand(self, slot: int) -> fx.Node:
         """The local node of a tensor operand of the node being lowered."""

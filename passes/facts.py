@@ -14,6 +14,7 @@ from autopar.errors import AutoparError
 from autopar.passes.layout import Layout
 
 KEY = "autopar"
+UNIT = "autopar_unit"  # in the meta of local nodes: the unit of the global node that they were made for
 RELAXED = "autopar_relaxed"  # in the meta of random ops that may drop otherwise on every rank
 
 
@@ -76,6 +77,7 @@ class Fact:
     use: Layout | None = None  # likewise: in which layout it is read; the strategy has how the program takes it
     gather: str = "never"  # likewise: when rest becomes use, "never", once a "step" or at every "use"
     reduce: str = "step"  # likewise: when its gradient is reduced, once a "step" or per "microbatch"
+    unit: int | None = None  # in an applied plan, ops only: index of the plan's unit; changes have their reader's
 
 
 def fact(node: fx.Node) -> Fact:

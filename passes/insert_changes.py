@@ -177,7 +177,8 @@ def _make(
     node.meta["change"] = step
     known = fact(producer)
     strategy = Strategy((), (), (step.source,), (step.target,))
-    node.meta[KEY] = Fact((value(producer),), known.fqn, known.source, strategy, known.prologue)
+    unit = known.unit if before.op == "output" else fact(before).unit
+    node.meta[KEY] = Fact((value(producer),), known.fqn, known.source, strategy, known.prologue, unit=unit)
     for key in ("nn_module_stack", "stack_trace"):
         if key in producer.meta:
             node.meta[key] = producer.meta[key]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import fx
@@ -17,6 +18,7 @@ from autopar.passes.facts import Value, fact, value
 from autopar.passes.insert_changes import insert_changes, output_layouts, produced_layout
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.make_local import make_local
+from autopar.passes.split_units import UnitProgram, split_units
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class OutputUse:
 @dataclass(frozen=True)
 class Lowerable:
     """A completed model: strategies on every node. ``prologue`` computes, once a step and on the whole batch, what the
-    body's placeholders ``hoisted`` read."""
+    body's placeholders ``hoisted`` read; ``recompute``: what each unit makes again in backward (empty: nothing)."""
 
     body: fx.GraphModule
     mesh: Mesh
@@ -63,12 +65,13 @@ class Lowerable:
     inputs: tuple[str, ...]
     prologue: fx.GraphModule | None = None
     hoisted: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Local:
     """The program of one rank. Graph placeholders: parameters, buffers, constants, inputs, hoisted, microbatch, and the
-    key of the step (`random_key`), which the prologue takes too."""
+    key of the step (`random_key`), which the prologue takes too. ``recompute``: as `Lowerable` has it."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -81,6 +84,25 @@ class Local:
     body: Mapping[int, fx.GraphModule]  # by the microbatch's batch rows (0 when there is no time axis)
     prologue: fx.GraphModule | None = None
     enter: Mapping[str, fx.GraphModule] = field(default_factory=dict)
+    recompute: tuple[str, ...] = ()
+
+    @cached_property
+    def units(self) -> Mapping[int, UnitProgram]:
+        """The bodies once more, in pieces, by the microbatch's batch rows."""
+        held = {
+            "parameter": len(self.parameters),
+            "buffer": len(self.buffers),
+            "constant": len(self.constants),
+            "input": len(self.inputs),
+        }
+        refs = [(kind, i) for kind, n in held.items() for i in range(n)]
+        trainable = [use.trainable for use in self.parameters]
+        found = {}
+        for rows, gm in self.body.items():
+            hoisted = len(gm.graph.find_nodes(op="placeholder")) - len(refs) - 2
+            every = [*refs, *(("hoisted", i) for i in range(hoisted)), ("microbatch", 0), ("key", 0)]
+            found[rows] = split_units(gm, every, trainable, self.recompute)
+        return found
 
 
 def with_changes(model: Lowerable) -> Lowerable:
@@ -129,6 +151,7 @@ def lower(
         body=body,
         prologue=prologue,
         enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.entry},
+        recompute=model.recompute,
     )
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 import torch
@@ -57,13 +57,10 @@ def cut_units(
 ) -> Units:
     """Cut the core of an annotated graph. ``parameters``: the get_attr targets that are parameters; ``mark_op`` and
     ``mark_tensor``: what else two ops, two tensors must have in common."""
-    ops = core_ops(gm, parameters)
-    if not ops:
+    pieces = cut(gm, parameters)
+    if not pieces:
         return Units((), (), ())
-    pieces, start = [], 0
-    for end in [*_cuts(ops, parameters), len(ops) - 1]:
-        pieces.append(tuple(ops[start : end + 1]))
-        start = end + 1
+    ops = [node for piece in pieces for node in piece]
     unit_of = {node: i for i, piece in enumerate(pieces) for node in piece}
     touched = _touched(ops, unit_of, parameters)
     marks = _outputs(gm)
@@ -77,6 +74,38 @@ def cut_units(
         units.append(Unit(piece, borders, kind))
         shared.update(dict.fromkeys(borders))
     return Units(tuple(units), tuple(shared), tuple(first))
+
+
+def cut(gm: fx.GraphModule, parameters: frozenset[str]) -> list[tuple[fx.Node, ...]]:
+    """The ops of each unit, in order."""
+    ops, pieces, start = core_ops(gm, parameters), list[tuple[fx.Node, ...]](), 0
+    for end in [*_cuts(ops, parameters), len(ops) - 1] if ops else ():
+        pieces.append(tuple(ops[start : end + 1]))
+        start = end + 1
+    return pieces
+
+
+def ranges(gm: fx.GraphModule, parameters: frozenset[str]) -> list[tuple[str, int, int]]:
+    """(name, start, stop) of each unit as a range of all ops of the graph, without gaps: what of the side stands
+    between two units goes with the later one. One range, if nothing is cut."""
+    place = {node: i for i, node in enumerate(n for n in gm.graph.nodes if is_op(n))}
+    pieces = cut(gm, parameters)
+    stops = [place[piece[-1]] + 1 for piece in pieces[:-1]] + [len(place)]
+    names = [common_fqn([fact(op).fqn for op in piece]) for piece in pieces] or [""]
+    return list(zip(names, [0, *stops[:-1]], stops, strict=True))
+
+
+def common_fqn(fqns: Iterable[str]) -> str:
+    """The module that all of these lie in, or else the first.
+
+    >>> common_fqn(["layers.0.attn.q", "", "layers.0.norm"]), common_fqn(["embed", "head"])
+    ('layers.0', 'embed')
+    """
+    names = [fqn.split(".") for fqn in fqns if fqn]
+    if not names:
+        return ""
+    common = [words[0] for words in takewhile(lambda words: len(set(words)) == 1, zip(*names, strict=False))]
+    return ".".join(common or names[0])
 
 
 def core_ops(gm: fx.GraphModule, parameters: frozenset[str]) -> list[fx.Node]:
@@ -260,4 +289,7 @@ def _literal(a: Any) -> Hashable:
     return (type(a).__name__, "" if isinstance(a, torch.device) else repr(a))
 
 
-__all__ = ["Unit", "Units", "core_ops", "cut_units", "is_parameter", "is_tensor", "producer_of", "results_of"]
+__all__ = [
+    "Unit", "Units", "common_fqn", "core_ops", "cut", "cut_units", "is_parameter", "is_tensor", "producer_of",
+    "ranges", "results_of",
+]  # fmt: skip

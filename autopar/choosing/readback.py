@@ -23,7 +23,7 @@ from autopar.passes.sides import sides
 from autopar.passes.split_prologue import copy_graph
 from autopar.plan import Plan, Whole
 from autopar.solver.problem import Assignment
-from autopar.write_plan import ops_of, plan_of
+from autopar.write_plan import plan_of
 
 
 def completed(body: Body, posed: Posed, assignment: Assignment, times: TimeChoices) -> fx.GraphModule:
@@ -84,14 +84,7 @@ def _unread(gm: fx.GraphModule, parameters: frozenset[str], posed: Posed) -> Non
 def plan_from(body: Body, posed: Posed, assignment: Assignment, times: TimeChoices, cluster: Cluster) -> Plan:
     """The plan that an assignment amounts to, without predictions and proof."""
     gm = completed(body, posed, assignment, times)
-    place = {node: i for i, node in enumerate(ops_of(body.prepared.body))}
-    total, ranges, start = len(place), [], 0
-    units = posed.units.units
-    for i, unit in enumerate(units):
-        stop = total if i == len(units) - 1 else place[unit.ops[-1]] + 1
-        ranges.append((_unit_name(unit.ops), start, stop))
-        start = stop
-    plan = plan_of(gm, body.prepared.captured, posed.mesh, cluster, units=ranges, rename=posed.roles is None)
+    plan = plan_of(gm, body.prepared.captured, posed.mesh, cluster, rename=posed.roles is None)
     return replace(plan, predicted=replace(plan.predicted, whole=_left_whole(posed, assignment)))
 
 
@@ -124,19 +117,6 @@ def _left_whole(posed: Posed, assignment: Assignment) -> tuple[Whole, ...]:
     if roles.sequence and not any(roles.limits[op].cuts_sequence(s, roles.tensor or 0) for op, s in done.items()):
         raise AutoparError(shares_nothing(posed.mesh.axes[roles.tensor or 0].size))
     return tuple(left)
-
-
-def _unit_name(ops: tuple[fx.Node, ...]) -> str:
-    """The module that all ops of a unit lie in, or else the first one's."""
-    names = [fact(op).fqn.split(".") for op in ops if fact(op).fqn]
-    if not names:
-        return ""
-    common = []
-    for words in zip(*names, strict=False):
-        if len(set(words)) > 1:
-            break
-        common.append(words[0])
-    return ".".join(common or names[0])
 
 
 __all__ = ["completed", "plan_from"]

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from autopar.checkpoint import load, save
     from autopar.cluster import Cluster
     from autopar.compile import Parallel, compile
     from autopar.errors import AutoparError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from autopar.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["AutoparError", "Cluster", "Parallel", "Plan", "compile", "factors"]
+__all__ = ["AutoparError", "Cluster", "Parallel", "Plan", "compile", "factors", "load", "save"]
 
 # Names come from their modules at first use: reading a plan or asking for help must not cost the import of torch.
 _HOME = {
@@ -30,6 +31,8 @@ _HOME = {
     "Plan": "autopar.plan",
     "compile": "autopar.compile",
     "factors": "autopar.passes.rules.core",
+    "load": "autopar.checkpoint",
+    "save": "autopar.checkpoint",
 }
 
 

@@ -285,6 +285,18 @@ class Parallel(Placed):
             if ready.program is not None:
                 ready.program.steps = steps
 
+    @property
+    def seed(self) -> int:
+        """What random ops draw by, beside `steps`. Set it, on every rank, to go on as another run."""
+        return self._seed
+
+    @seed.setter
+    def seed(self, seed: int) -> None:
+        self._seed = seed
+        for ready in itertools.chain(*self._ready.values()):
+            if ready.program is not None:
+                ready.program.seed = seed
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`torch.nn.utils.clip_grad_norm_` over all parameters of the model, as one process would; the norm before."""
         if not self._ready[True]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.errors import AutoparError
+from autopar.runtime.optimizer import by_name, local_optimizer
 from autopar.runtime.parameters import local
 
 
@@ -48,6 +50,21 @@ class Placed(nn.Module):
         """The parameters with the model's own names. Raises AutoparError as `parameters` does."""
         self._names("named_parameters")
         return super().named_parameters(*args, **kwargs)
+
+    def optimizer(
+        self, kind: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **options: Any
+    ) -> torch.optim.Optimizer:
+        """``kind`` over these parameters, at the speed of plain tensors: see `autopar.runtime.optimizer`.
+
+        ``params``: parameters, their names, or groups with these as ``"params"`` (default: all that train); ``options``
+        as ``kind`` takes them. An elementwise optimizer works on this rank's pieces; one that needs the whole tensor
+        (Muon, Adafactor) gathers one at a time, and its step is collective. Raises AutoparError for one whose step of
+        one tensor depends on others; ``kind(parallel.parameters())`` then computes on DTensors.
+
+        Example: ``parallel.optimizer(torch.optim.AdamW, [{"params": ["head.weight"], "lr": 1e-4}, ...], lr=1e-3)``.
+        """
+        self._names("optimizer")
+        return local_optimizer(kind, by_name(self.named_parameters(), params), **options)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's keys; parameters as DTensors, which torch.distributed.checkpoint saves and loads under any plan.

@@ -219,6 +219,9 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
     if dict(plan.relaxations) != dict(captured.relaxations):
         told = [" ".join(f"{k}={v}" for k, v in r.items()) or "none" for r in (plan.relaxations, captured.relaxations)]
         raise AutoparError(f"plan: $.relaxations: the plan has {told[0]}, the model was captured with {told[1]}.")
+    if plan.precision != captured.precision:
+        told = [f"{p.param_dtype or 'own'}, {p.reduce_dtype or 'own'}" for p in (plan.precision, captured.precision)]
+        raise AutoparError(f"plan: $.precision: the plan has {told[0]}, the model was captured with {told[1]}.")
     mesh = mesh or plan_mesh(plan)
     gm = copy_graph(prepared.body)
     nodes, listed = ops_of(gm), list(_ops_of_units(plan))

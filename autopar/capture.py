@@ -23,6 +23,9 @@ from autopar.custom_functions import refuse_other_backwards
 from autopar.errors import AutoparError
 from autopar.evaluate import double, run_graph, to_float64
 from autopar.export_model import Call, Exported, Loss, Outputs, aliases_of, export_model
+from autopar.mixed_precision import param_dtype as cast_to
+from autopar.mixed_precision import precision
+from autopar.plan import OWN, Precision
 from autopar.signature import InputSpec, Signature
 from autopar.traps import refuse_model
 from autopar.trees import unflatten
@@ -58,6 +61,7 @@ class Capture:
     outputs: Outputs
     hints: tuple[str, ...] = ()  # what the user should know, one line each
     relaxations: Mapping[str, str] = field(default_factory=dict)  # what plans need not keep, as the user said
+    precision: Precision = OWN  # what parameters, which rest in their own dtypes, are computed and reduced in
 
     @property
     def attributes(self) -> dict[str, torch.Tensor]:
@@ -105,6 +109,8 @@ def capture(
     loss_required: bool = True,
     check: bool = True,
     dropout: str = "exact",
+    param_dtype: str | None = None,
+    reduce_dtype: str | None = None,
 ) -> Capture:
     """Capture ``model(*args, **kwargs)`` in its current train or eval mode.
 
@@ -122,6 +128,9 @@ def capture(
         check: compare with eager on two rows where weights and inputs are real; leaves no trace on the model.
         dropout: "exact": what is dropped is the same for every plan; "per-rank": a relaxation, under which torch's own
             kernels, attention's fused ones too, drop otherwise on ranks that hold other pieces.
+        param_dtype: "fp32", "bf16" or "fp16": the graph is that of the model with its parameters, and the floating
+            inputs of its forward, in this dtype (`mixed_precision`); the model keeps its own.
+        reduce_dtype: what plans reduce gradients in, by default the dtype that the parameter rests in.
 
     Raises:
         AutoparError: the model or its inputs cannot be captured exactly; names the module and file:line.
@@ -134,6 +143,7 @@ def capture(
     """
     if dropout not in ("exact", "per-rank"):
         raise AutoparError(f"dropout: {dropout!r} is not known. Legal: 'exact', 'per-rank'.")
+    asked = precision(param_dtype, reduce_dtype)
     refuse_model(model, backward=loss_required)
     if isinstance(loss, nn.Module) and any(p.requires_grad for p in loss.parameters()):
         raise AutoparError(
@@ -143,7 +153,7 @@ def capture(
     batch = signature.rows if global_batch is None else global_batch
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise AutoparError(f"global_batch: is {batch!r} (it counts the rows of a step). Give an integer of at least 1.")
-    call = Call(model, signature, loss, loss_required)
+    call = Call(model, signature, loss, loss_required, cast_to(asked))
     whole = export_model(call, batch)
     rows, other = _export_at_another(call, batch)
     _refuse_other_program(whole.graph, other.graph, batch)
@@ -175,6 +185,7 @@ def capture(
         outputs=whole.outputs,
         hints=hints,
         relaxations={} if dropout == "exact" else {"dropout": dropout},
+        precision=asked,
     )
 
 

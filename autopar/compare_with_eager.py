@@ -13,6 +13,7 @@ from torch import fx, nn
 from autopar.errors import AutoparError
 from autopar.evaluate import run_graph
 from autopar.export_model import Call, buffer_slots
+from autopar.mixed_precision import cast
 from autopar.python_state import python_state_kept
 from autopar.traps import refuse_run
 
@@ -37,13 +38,16 @@ def compare_with_eager(
     with warnings.catch_warnings(), torch.random.fork_rng(gpus), torch.enable_grad():
         warnings.simplefilter("ignore")
         eager, again = _eager(call, rows, twice)
-        held = {n: t if isinstance(t, nn.Parameter) else t.clone() for n, t in attributes.items()}
+        held = {n: t.clone() for n, t in attributes.items() if not isinstance(t, nn.Parameter)}
+        parameters = {n: t for n, t in attributes.items() if isinstance(t, nn.Parameter)}
+        held |= dict(zip(parameters, cast(tuple(parameters.values()), call.param_dtype), strict=True))
         try:
             torch.manual_seed(SEED)
             outputs = tuple(run_graph(graph, call.signature.example(rows), held)["outputs"])
             captured = _Result(outputs, _gradients(outputs, call.trainable), held)
         except Exception as error:
-            raise refuse_run(model, error, "fails in the captured graph, unlike in eager") from error
+            what = "fails in the captured graph, unlike in eager"
+            raise refuse_run(model, error, what, call.param_dtype) from error
     for got, want in zip(again, eager.outputs):
         _refuse_difference("a second run of the model", got, want, 0.0, exact=not got.is_cuda)
     for i, (got, want) in enumerate(zip(captured.outputs, eager.outputs, strict=True)):
@@ -81,7 +85,7 @@ def _eager(call: Call, rows: int, twice: bool) -> tuple[_Result, tuple[torch.Ten
     except AutoparError:
         raise
     except Exception as error:
-        raise refuse_run(call.model, error, "fails on two rows of the example inputs") from error
+        raise refuse_run(call.model, error, "fails on two rows of the example inputs", call.param_dtype) from error
 
 
 def _gradients(outputs: Sequence[torch.Tensor], wanted: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor | None]:

@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autopar.clean_graph import clean_graph, sharing_memory, writes_in_place
 from autopar.custom_functions import Applied
 from autopar.errors import AutoparError
+from autopar.mixed_precision import CAST, cast, parameters_in, refuse_mixed, replaced, slots
 from autopar.python_state import python_state_kept
 from autopar.signature import Signature
 from autopar.traps import refuse_failure, watched_trace
@@ -61,12 +62,17 @@ class Call:
     signature: Signature
     loss: Loss | None
     loss_required: bool
+    param_dtype: torch.dtype | None = None  # of the parameters and of forward's floating inputs (None: their own)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Outputs, bool]:
         """The loss (if any) and the other tensor leaves; the output's structure; whether there is a loss."""
         args, kwargs, extra = self.signature.unflatten(tensors)
-        with patch.object(nn.SyncBatchNorm, "forward", nn.modules.batchnorm._BatchNorm.forward):  # one process has all
-            out = self.model(*args, **kwargs)
+        own_args, own_kwargs, _ = self.signature.unflatten(cast(tensors, self.param_dtype))
+        with (
+            patch.object(nn.SyncBatchNorm, "forward", nn.modules.batchnorm._BatchNorm.forward),  # one process has all
+            parameters_in(self.model, self.param_dtype),
+        ):
+            out = self.model(*own_args, **own_kwargs)
         pairs, tree = flatten(out, "output")
         leaves = [leaf for _, leaf in pairs]
         loss = _returned_loss(out) if self.loss is None else self._given_loss(out, args, kwargs, extra)
@@ -126,7 +132,7 @@ def export_model(call: Call, rows: int) -> Exported:
         inputs = tuple(torch.empty(s.at(rows).shape, dtype=s.dtype) for s in call.signature.inputs)
     try:
         with (
-            _on_cpu(flat, mode),
+            _on_cpu(flat, mode, call.param_dtype),
             torch.enable_grad(),
             _quiet(),
             _regions_stay_nodes(),
@@ -135,7 +141,7 @@ def export_model(call: Call, rows: int) -> Exported:
         ):
             program = torch.export.export(flat, inputs, strict=False).module(check_guards=False)
     except Exception as error:
-        raise refuse_failure(call.model, error, rows, call.signature.rows) from error
+        raise refuse_failure(call.model, error, rows, call.signature.rows, call.param_dtype) from error
     assert isinstance(program, fx.GraphModule)
     model = call.model
     kinds = {n: "buffer" for n, _ in model.named_buffers()} | {n: "frozen" for n, _ in model.named_parameters()}
@@ -148,6 +154,8 @@ def export_model(call: Call, rows: int) -> Exported:
             f"{type(model).__name__}: reads a tensor without values that an earlier trace left in a cache ({stale}; "
             "functools.cache, say). Keep no tensors between calls, or run the model once before capture."
         )
+    if call.param_dtype is not None:
+        refuse_mixed(graph, call.param_dtype)
     outputs = _without_opaque(flat.seen.outputs, hints)
     if flat.seen.has_loss and call.loss_required and not _learns(graph, kinds):
         raise AutoparError(
@@ -297,29 +305,22 @@ def _as_it_is(program: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, 
 
 
 @contextlib.contextmanager
-def _on_cpu(flat: nn.Module, mode: FakeTensorMode) -> Iterator[None]:
-    """While traced, fake CPU tensors stand for parameters, buffers and tensor attributes that are elsewhere."""
+def _on_cpu(flat: _Flat, mode: FakeTensorMode, param_dtype: torch.dtype | None) -> Iterator[None]:
+    """While traced, fake CPU tensors stand for parameters, buffers and tensor attributes that are elsewhere, and for
+    parameters of another dtype than they are computed with."""
+    dtypes = {id(p): param_dtype for p in flat.call.model.parameters() if p.dtype in CAST}
     stand_ins: dict[int, torch.Tensor] = {}
-    swapped: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-    for module in flat.modules():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, module.__dict__)
-        for slots in held:
-            for key, tensor in slots.items():
-                if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu":
-                    stand_ins.setdefault(id(tensor), _stand_in(tensor, mode))
-                    swapped.append((slots, key, tensor))
-    try:
-        for slots, key, tensor in swapped:
-            slots[key] = stand_ins[id(tensor)]
+    for _, _, tensor in slots(flat):
+        dtype = dtypes.get(id(tensor)) or tensor.dtype
+        if tensor.device.type != "cpu" or dtype != tensor.dtype:
+            stand_ins.setdefault(id(tensor), _stand_in(tensor, mode, dtype))
+    with replaced(flat, stand_ins):
         yield
-    finally:
-        for slots, key, tensor in swapped:
-            slots[key] = tensor
 
 
-def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor:
+def _stand_in(tensor: torch.Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> torch.Tensor:
     with mode:
-        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+        fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake

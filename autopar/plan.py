@@ -137,11 +137,25 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Precision:
+    """Mixed precision, of real floating parameters: the dtype they are cast to, gathered and computed with in, and the
+    one that their gradients are reduced in. None: the parameter's own."""
+
+    param_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+    reduce_dtype: Literal["fp32", "bf16", "fp16"] | None = None
+
+
+OWN = Precision()
+
+
+@dataclass(frozen=True)
 class Parameter:
     """Where a parameter rests and how it is used. ``use``: the layout in which the graph reads it.
 
     ``gather``: when ``rest`` becomes ``use``; ``reduce``: when its gradient is reduced (``never``: frozen, or
-    nothing to reduce). ``shape`` in elements; ``aliases``: other names of a tied weight.
+    nothing to reduce). ``shape`` in elements; ``aliases``: other names of a tied weight. ``dtype``: as it rests, and
+    its gradient and optimizer states; ``use_dtype``: as it is gathered and read; ``grad_dtype``: as its gradient is
+    reduced.
     """
 
     shape: tuple[int, ...]
@@ -150,6 +164,7 @@ class Parameter:
     gather: Literal["never", "step", "use"] = "never"
     reduce: Literal["never", "step", "microbatch"] = "never"
     dtype: str = "fp32"
+    use_dtype: str = "fp32"
     grad_dtype: str = "fp32"
     trainable: bool = True
     aliases: tuple[str, ...] = ()
@@ -268,6 +283,7 @@ class Plan:
     inputs: Mapping[str, str] = field(default_factory=dict)
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     relaxations: Mapping[str, str] = field(default_factory=dict)
+    precision: Precision = OWN
     padding: tuple[Padding, ...] = ()
     rng: Rng = Rng()
     predicted: Predicted = Predicted()

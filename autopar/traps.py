@@ -183,8 +183,11 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: l
         hints.append(f"{regions[0]}{more}: checkpointed regions are hints; recomputation is the plan's choice.")
 
 
-def refuse_failure(model: nn.Module, error: BaseException, rows: int, examples: int) -> AutoparError:
-    """The one-line error for a failed trace at ``rows`` rows (the example inputs had ``examples``), with file:line."""
+def refuse_failure(
+    model: nn.Module, error: BaseException, rows: int, examples: int, param_dtype: torch.dtype | None = None
+) -> AutoparError:
+    """The one-line error for a failed trace at ``rows`` rows (the example inputs had ``examples``), with file:line.
+    ``param_dtype``: what parameters were cast to."""
     chain = _chain(error)
     for link in chain:
         if isinstance(link, AutoparError):
@@ -192,17 +195,21 @@ def refuse_failure(model: nn.Module, error: BaseException, rows: int, examples: 
     kinds = {type(link).__name__ for link in chain}
     if kinds & {"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"}:
         return AutoparError(VALUES.format(where=_where_failed(model, chain)))
-    failed = refuse_run(model, error, f"cannot be captured at batch size {rows}")
+    failed = refuse_run(model, error, f"cannot be captured at batch size {rows}", param_dtype)
     if rows == examples:
         return failed
     return AutoparError(f"{failed} Inputs whose dim 0 is not the batch are named by batch_dims={{'mask': None}}.")
 
 
-def refuse_run(model: nn.Module, error: BaseException, what: str) -> AutoparError:
+def refuse_run(
+    model: nn.Module, error: BaseException, what: str, param_dtype: torch.dtype | None = None
+) -> AutoparError:
     """The one-line error for a run of the model that raised ``error``: where, ``what``, and torch's own words."""
     text = str(error).strip().splitlines() or [""]
     where = _where_failed(model, _chain(error))
-    return AutoparError(f"{where}: {what} ({type(error).__name__}: {text[0][:300].rstrip('.')}).")
+    way = f" Parameters are cast to {param_dtype}: cast what meets them, or leave out the pin param_dtype."
+    said = f"{where}: {what} ({type(error).__name__}: {text[0][:300].rstrip('.')})."
+    return AutoparError(said + way * (param_dtype is not None))
 
 
 def _chain(error: BaseException) -> list[BaseException]:

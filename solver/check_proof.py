@@ -196,7 +196,7 @@ def dual_bound(problem: Problem, multipliers: tuple[Weights, ...]) -> float:
         if not (0 <= alpha <= 1 and per_byte >= 0 and time in (0.0, 1.0)):
             return -inf
         covered |= (needed >= low) & (needed <= high)
-        weights = np.array([time * alpha, time, time * (1 - alpha), per_byte, per_byte, 0.0])
+        weights = np.array([time * alpha, time, time * (1 - alpha), per_byte, per_byte, 0.0, 0.0])
         value = least(problem, weights, high) - per_byte * (problem.memory_limit - low)
         bound = min(bound, value if time else inf if value > 0 else -inf)
     return bound if covered.all() else -inf
@@ -204,7 +204,7 @@ def dual_bound(problem: Problem, multipliers: tuple[Weights, ...]) -> float:
 
 def bytes_bound(problem: Problem, limit: float) -> float:
     """Bytes that no assignment's peak goes below; as soon as more than the limit is shown, that."""
-    weights = np.array([0.0, 0, 0, 1, 1, 0])
+    weights = np.array([0.0, 0, 0, 1, 1, 0, 0])
     floor, sizes = transients(problem)
     sizes = sizes[sizes >= floor]
     if len(sizes) == 0:
@@ -256,20 +256,24 @@ def _cost(problem: Problem, assignment: Assignment) -> tuple[float, float]:
     """Seconds and bytes of an assignment; infinite where it is not one."""
     total, largest = np.zeros(6), 0.0
     try:
-        for row in _rows(problem, assignment):
-            total = total + row
-            largest = max(largest, float(row[5]))
+        for rows in _rows(problem, assignment):
+            working = made_again = 0.0
+            for row in rows:
+                total = total + row[:6]
+                working, made_again = max(working, float(row[5])), made_again + float(row[6])
+            largest = max(largest, working + made_again)
     except (IndexError, ValueError):
         return inf, inf
     compute, exposed, hidden, static, kept, _ = (float(x) for x in total)
     return exposed + max(compute, hidden), static + kept + largest
 
 
-def _rows(problem: Problem, assignment: Assignment) -> Iterator[Array]:
+def _rows(problem: Problem, assignment: Assignment) -> Iterator[list[Array]]:
+    """The cost rows of each shared variable, then those of each unit."""
     for v, s in zip(problem.shared, assignment.shared, strict=True):
-        yield v.costs[s]
+        yield [v.costs[s]]
     for unit, states in zip(problem.units, assignment.units, strict=True):
-        yield from _unit_rows(problem, unit, states, [assignment.shared[b] for b in unit.borders])
+        yield list(_unit_rows(problem, unit, states, [assignment.shared[b] for b in unit.borders]))
 
 
 def _unit_rows(problem: Problem, unit: Unit, states: tuple[int, ...], borders: list[int]) -> Iterator[Array]:
@@ -278,7 +282,7 @@ def _unit_rows(problem: Problem, unit: Unit, states: tuple[int, ...], borders: l
         yield v.costs[s]
     every = [*states, *borders]
     for f in kind.factors:
-        yield f.table[f.rows[every[f.first]], f.cols[every[f.second]]]
+        yield f.table[tuple(reads[every[v]] for v, reads in zip(f.over, f.reads, strict=True))]
 
 
 def _is_multiple(record: Record, home: Record) -> bool:

@@ -12,12 +12,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.solver.eliminate import TABLE_LIMIT, Elimination, Scope
-from autopar.solver.problem import COMPUTE, RESOURCES, TRANSIENT, Array, Assignment, Class, Problem
+from autopar.solver.problem import (
+    COMPUTE,
+    RESOURCES,
+    TRANSIENT,
+    Array,
+    Assignment,
+    Class,
+    Problem,
+    joined,
+    together,
+)
 
 
 @dataclass(frozen=True, eq=False)
 class Pattern:
-    """What a class does between given border states. ``total``: by resource, of ``transient`` the maximum."""
+    """What a class does between given border states. ``total``: by resource, as `problem.together` has it."""
 
     kind: int
     states: tuple[int, ...]
@@ -59,10 +69,8 @@ class _Rows:
         ]
 
     def total(self, rows: Sequence[int]) -> Array:
-        """Sums of rows, of ``transient`` the maximum; infinite compute where one is illegal."""
-        chosen = self.rows[list(rows)]
-        total = np.asarray(chosen.sum(0))
-        total[TRANSIENT] = chosen[:, TRANSIENT].max(initial=0.0)
+        """Rows together; infinite compute where one is illegal."""
+        total = together(self.rows[list(rows)])
         if self.illegal[list(rows)].any():
             total[COMPUTE] = np.inf
         return total
@@ -76,7 +84,7 @@ class _Priced:
         own = len(kind.variables)
         sizes = [*(len(v.states) for v in kind.variables), *borders]
         scopes = [Scope((i,), (np.arange(sizes[i]),)) for i in range(own)]
-        scopes += [Scope((f.first, f.second), (f.rows, f.cols)) for f in kind.factors]
+        scopes += [Scope(f.over, f.reads) for f in kind.factors]
         self.rows = _Rows([*(v.costs for v in kind.variables), *(f.table for f in kind.factors)])
         self.elimination = _elimination(sizes, scopes, range(own, len(sizes)), limit)
 
@@ -85,8 +93,7 @@ class _Priced:
         own, starts = len(states), self.rows.starts
         rows = [int(starts[i]) + s for i, s in enumerate(states)]
         for i, f in enumerate(self.kind.factors):
-            row, col = f.rows[every[f.first]], f.cols[every[f.second]]
-            rows.append(int(starts[own + i]) + int(row) * f.table.shape[1] + int(col))
+            rows.append(int(starts[own + i]) + int(np.ravel_multi_index(f.at(every), f.table.shape[:-1])))
         return self.rows.total(rows)
 
 
@@ -140,10 +147,8 @@ class Evaluation:
 
     def outcome(self, value: float, shared: Sequence[int], patterns: Sequence[Pattern]) -> Outcome:
         """An outcome of these shared states and patterns."""
-        rows = np.stack([self._shared.total([int(a) + s for a, s in zip(self._shared.starts, shared, strict=False)])])
-        rows = np.concatenate([rows, *(p.total[None] for p in patterns)])
-        total = np.asarray(rows.sum(0))
-        total[TRANSIENT] = rows[:, TRANSIENT].max(initial=0.0)
+        own = self._shared.total([int(a) + s for a, s in zip(self._shared.starts, shared, strict=False)])
+        total = joined([own, *(p.total for p in patterns)])
         assignment = Assignment(tuple(shared), tuple(p.states for p in patterns))
         return Outcome(value, assignment, tuple(patterns), total)
 

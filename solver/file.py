@@ -5,7 +5,7 @@ header refers to stretches of the other two; equal stretches are stored once, re
 
 >>> import tempfile
 >>> from autopar.solver.problem import Class, Unit, Variable
->>> x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8, 0], [2.0, 0, 0, 0, 4, 0]]))
+>>> x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8, 0, 0], [2.0, 0, 0, 0, 4, 0, 0]]))
 >>> problem = Problem("toy", (), (Class("c", (x,), (), ()),), (Unit(0, ()),), memory_limit=8.0)
 >>> record = Record(Candidate((), 1), "solved", 1.0, problem=problem, assignment=Assignment((), ((0,),)), seconds=1.0)
 >>> path = Path(tempfile.mkdtemp()) / "search.npz"
@@ -42,7 +42,7 @@ from autopar.solver.problem import (
 )
 from autopar.solver.search import Candidate, Found, Quick, Status
 
-VERSION = 1
+VERSION = 2
 NOTHING = Quick(0.0)
 Weights = tuple[float, float, float, float, float]
 """Multipliers of one range of transients: alpha, per_byte, low, high, time (see `lagrangian.Multipliers`)."""
@@ -226,8 +226,8 @@ class _Writer:
         return [v.name, v.kind, self._known[v.states], self._table(v.costs)]
 
     def _factor(self, f: Factor) -> list[Any]:
-        maps = [[self.indices.add(m.astype(np.int32)), m.size] for m in (f.rows, f.cols)]
-        return [f.first, f.second, *maps, self._table(f.table)]
+        maps = [[self.indices.add(m.astype(np.int32)), m.size] for m in f.reads]
+        return [f.over, maps, self._table(f.table)]
 
     def _table(self, table: Array) -> list[Any]:
         """Shape, and where the planes of each resource start (-1: all zero)."""
@@ -277,8 +277,8 @@ class _Reader:
         return Variable(name, kind, self._texts[states], self._table(costs))
 
     def _factor(self, data: list[Any]) -> Factor:
-        first, second, rows, cols, table = data
-        return Factor(first, second, self._map(*rows), self._map(*cols), self._table(table))
+        over, maps, table = data
+        return Factor(tuple(over), tuple(self._map(*m) for m in maps), self._table(table))
 
     def _map(self, start: int, size: int) -> Index:
         found: Index = self._indices[start : start + size]

@@ -1,20 +1,20 @@
 """One integer program over every state of every variable: the local marginal polytope, with all rows.
 
 For problems that are small, or have become small; it finds the optimum where the bound of `lagrangian` leaves a gap.
-Columns: ``x[v, i]``, variable v is in state i (binary); ``e[f, r, c]``, the variables of factor f read row r and column
-c of its table (continuous; only rows and columns that differ, only legal entries); the largest transient ``P`` and the
-step time ``T``. Minimise T. Rows, in this order:
+Columns: ``x[v, i]``, variable v is in state i (binary); ``e[f, r]``, the variables of factor f read entry r of its
+table (continuous; only rows of each dim that differ, only legal entries); ``P``, the largest transient, and ``P[u]``,
+that of a unit that makes something again; the step time ``T``. Minimise T. Rows, in this order:
 
 1. `one_state`: sum_i x[v, i] = 1;
-2. `rows_agree`: sum_c e[f, r, c] = sum of x[first, i] over the states i that read row r;
-3. `columns_agree`: sum_r e[f, r, c] = sum of x[second, j] over the states j that read column c;
-4. `streams`: T >= exposed + compute and T >= exposed + hidden;
-5. `largest_transient`: P >= the transient of every variable's state and of every factor's entry;
-6. `memory`: static + saved + P <= limit.
+2. `entries_agree`: for each dim of a table, the e[f, r] of one row of it sum to the x[v, i] of the states that read it;
+3. `streams`: T >= exposed + compute and T >= exposed + hidden;
+4. `largest_transient`: P >= the transient of every variable's state and of every factor's entry, and P >= P[u] + what u
+   makes again, with P[u] >= the transients in u;
+5. `memory`: static + saved + P <= limit.
 
 >>> import numpy as np
 >>> from autopar.solver.problem import Class, Problem, Unit, Variable
->>> x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8.0, 0], [2.0, 0, 0, 0, 4.0, 0]]))
+>>> x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8.0, 0, 0], [2.0, 0, 0, 0, 4.0, 0, 0]]))
 >>> toy = Problem("toy", (), (Class("layer", (x,), (), ()),), (Unit(0, ()), Unit(0, ())), memory_limit=12.0)
 >>> solve_ilp(toy).objective
 3.0
@@ -24,12 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from math import inf
+from itertools import product
+from math import inf, prod
 
 import numpy as np
 
 from autopar.solver.backend import NODES, Model, minimise
 from autopar.solver.problem import (
+    AGAIN,
     COMPUTE,
     EXPOSED,
     HIDDEN,
@@ -65,33 +67,37 @@ class IlpAnswer:
 
 @dataclass
 class _Link:
-    """A factor of one unit: its two variables (indices into all), and the columns of its legal entries."""
+    """A factor of one unit: its variables (indices into all), and the columns of its legal entries."""
 
-    first: int
-    second: int
-    rows: Index
-    cols: Index
+    over: tuple[int, ...]
+    reads: tuple[Index, ...]
     table: Array
-    entries: dict[tuple[int, int], int]
+    entries: dict[tuple[int, ...], int]
 
 
 @dataclass
 class _Columns:
-    """The columns of the program: of every variable's legal states, and of every factor's legal entries."""
+    """The columns of the program: of every variable's legal states, and of every factor's legal entries. ``units``:
+    the variables and links of each unit, as ranges, after the ``shared`` variables."""
 
     model: Model
     variables: list[Variable]
     states: list[dict[int, int]]
+    shared: int
     links: list[_Link] = field(default_factory=list)
+    units: list[tuple[range, range]] = field(default_factory=list)
     largest: int = -1
     time: int = -1
 
+    def groups(self, variables: range, links: range) -> list[list[tuple[int, Array]]]:
+        """Columns with their resources, in groups of which one is taken."""
+        of_states = [[(x, self.variables[v].costs[i]) for i, x in self.states[v].items()] for v in variables]
+        return of_states + [[(e, self.links[k].table[at]) for at, e in self.links[k].entries.items()] for k in links]
+
     def costs(self) -> Iterator[tuple[int, Array]]:
         """Every column that costs, with its resources."""
-        for v, states in zip(self.variables, self.states, strict=True):
-            yield from ((x, v.costs[i]) for i, x in states.items())
-        for link in self.links:
-            yield from ((e, link.table[r, c]) for (r, c), e in link.entries.items())
+        for group in self.groups(range(len(self.variables)), range(len(self.links))):
+            yield from group
 
 
 def columns_of(problem: Problem, allowed: Sequence[Sequence[Index]] | None = None) -> int:
@@ -106,7 +112,7 @@ def columns_of(problem: Problem, allowed: Sequence[Sequence[Index]] | None = Non
         every = [*own, *borders]
         count += sum(len(a) for a in own)
         for f in kind.factors:
-            count += len(np.unique(f.rows[every[f.first]])) * len(np.unique(f.cols[every[f.second]]))
+            count += prod(len(np.unique(reads[every[v]])) for v, reads in zip(f.over, f.reads, strict=True))
     return count
 
 
@@ -169,26 +175,30 @@ def _columns(problem: Problem, allowed: Sequence[Sequence[Index]] | None) -> _Co
         legal = np.asarray(np.isfinite(v.costs).all(1))
         which = range(len(v.states)) if look is None else look.tolist()
         states.append({i: model.add(high=1.0, integer=True) for i in which if legal[i]})
-    columns = _Columns(model, variables, states)
+    columns = _Columns(model, variables, states, len(problem.shared))
     for unit, start in zip(problem.units, starts, strict=True):
-        kind = problem.classes[unit.kind]
-        place = [*range(start, start + len(kind.variables)), *unit.borders]
+        kind, first = problem.classes[unit.kind], len(columns.links)
+        mine = range(start, start + len(kind.variables))
+        place = [*mine, *unit.borders]
         for f in kind.factors:
-            columns.links.append(_link(columns, place[f.first], place[f.second], f.rows, f.cols, f.table))
+            columns.links.append(_link(columns, tuple(place[v] for v in f.over), f.reads, f.table))
+        columns.units.append((mine, range(first, len(columns.links))))
     columns.largest, columns.time = model.add(), model.add(cost=1.0)
     return columns
 
 
-def _link(c: _Columns, first: int, second: int, rows: Index, cols: Index, table: Array) -> _Link:
-    if first == second:
-        pairs = {(int(rows[i]), int(cols[i])) for i in c.states[first]}
-    else:
-        pairs = {
-            (int(r), int(k)) for r in {rows[i] for i in c.states[first]} for k in {cols[j] for j in c.states[second]}
-        }
+def _link(c: _Columns, over: tuple[int, ...], reads: tuple[Index, ...], table: Array) -> _Link:
+    seen: dict[int, set[tuple[int, ...]]] = {}  # of each variable, what its states read of all its dims
+    for v in over:
+        mine = [m for w, m in zip(over, reads, strict=True) if w == v]
+        seen[v] = {tuple(int(m[i]) for m in mine) for i in c.states[v]}
+    entries = set()
+    for chosen in product(*seen.values()):
+        left = {v: list(rows) for v, rows in zip(seen, chosen, strict=True)}
+        entries.add(tuple(left[v].pop(0) for v in over))
     legal = np.asarray(np.isfinite(table).all(-1))
-    entries = {(r, k): c.model.add(high=1.0, integer=False) for r, k in sorted(pairs) if legal[r, k]}
-    return _Link(first, second, rows, cols, table, entries)
+    columns = {at: c.model.add(high=1.0, integer=False) for at in sorted(entries) if legal[at]}
+    return _Link(over, reads, table, columns)
 
 
 def one_state(c: _Columns, scale: float, limit: float) -> None:
@@ -197,16 +207,11 @@ def one_state(c: _Columns, scale: float, limit: float) -> None:
         c.model.row([(x, 1.0) for x in states.values()], low=1.0, high=1.0)
 
 
-def rows_agree(c: _Columns, scale: float, limit: float) -> None:
-    """sum_c e[f, r, c] = sum of x[first, i] over the states i that read row r."""
+def entries_agree(c: _Columns, scale: float, limit: float) -> None:
+    """For each dim of a table: the e[f, r] of one row of it sum to the x[v, i] of the states that read that row."""
     for link in c.links:
-        _agree(c, [(r, e) for (r, _), e in link.entries.items()], c.states[link.first], link.rows)
-
-
-def columns_agree(c: _Columns, scale: float, limit: float) -> None:
-    """sum_r e[f, r, c] = sum of x[second, j] over the states j that read column c."""
-    for link in c.links:
-        _agree(c, [(k, e) for (_, k), e in link.entries.items()], c.states[link.second], link.cols)
+        for dim, (v, reads) in enumerate(zip(link.over, link.reads, strict=True)):
+            _agree(c, [(at[dim], e) for at, e in link.entries.items()], c.states[v], reads)
 
 
 def _agree(c: _Columns, entries: list[tuple[int, int]], states: dict[int, int], reads: Index) -> None:
@@ -227,14 +232,29 @@ def streams(c: _Columns, scale: float, limit: float) -> None:
 
 
 def largest_transient(c: _Columns, scale: float, limit: float) -> None:
-    """P >= the transient of every variable's state and of every factor's entry; only rows that can bind."""
-    groups = [[(x, float(v.costs[i, TRANSIENT])) for i, x in s.items()] for v, s in zip(c.variables, c.states)]
-    groups += [[(e, float(f.table[(*at, TRANSIENT)])) for at, e in f.entries.items()] for f in c.links]
-    least = max((min(t for _, t in g) for g in groups if g), default=0.0)
-    c.model.row([(c.largest, 1.0)], low=least / limit)
-    for group in groups:
+    """P >= the transient of every variable's state and of every factor's entry; of a unit with something made again
+    P >= P[u] + that, P[u] >= the transients in u. Only rows that can bind."""
+    groups = c.groups(range(c.shared), range(0))
+    for own, links in c.units:
+        inside = c.groups(own, links)
+        again = [(x, float(t[AGAIN]) / limit) for group in inside for x, t in group if t[AGAIN]]
+        if not again:
+            groups += inside
+            continue
+        fullest = c.model.add()
+        _at_least(c, fullest, inside, limit)
+        c.model.row([(c.largest, -1.0), (fullest, 1.0), *again], high=0.0)
+    _at_least(c, c.largest, groups, limit)
+
+
+def _at_least(c: _Columns, column: int, groups: list[list[tuple[int, Array]]], limit: float) -> None:
+    """The column is at least the transient of what is taken of each group."""
+    sized = [[(x, float(t[TRANSIENT])) for x, t in group] for group in groups]
+    least = max((min(t for _, t in g) for g in sized if g), default=0.0)
+    c.model.row([(column, 1.0)], low=least / limit)
+    for group in sized:
         if max((t for _, t in group), default=0.0) > least:
-            c.model.row([(c.largest, -1.0), *((x, t / limit) for x, t in group)], high=0.0)
+            c.model.row([(column, -1.0), *((x, t / limit) for x, t in group)], high=0.0)
 
 
 def memory(c: _Columns, scale: float, limit: float) -> None:
@@ -243,7 +263,7 @@ def memory(c: _Columns, scale: float, limit: float) -> None:
     c.model.row([(c.largest, 1.0), *terms], high=1.0)
 
 
-ROWS = (one_state, rows_agree, columns_agree, streams, largest_transient, memory)
+ROWS = (one_state, entries_agree, streams, largest_transient, memory)
 
 
 def _assignment(problem: Problem, columns: _Columns, values: Array) -> Assignment:

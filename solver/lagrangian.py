@@ -23,7 +23,19 @@ import numpy as np
 
 from autopar.solver.backend import Model, minimise
 from autopar.solver.evaluate import Evaluation, Outcome
-from autopar.solver.problem import COMPUTE, EXPOSED, HIDDEN, SAVED, STATIC, Array, Problem, peak, seconds
+from autopar.solver.problem import (
+    COMPUTE,
+    EXPOSED,
+    HIDDEN,
+    RESOURCES,
+    SAVED,
+    STATIC,
+    TRANSIENT,
+    Array,
+    Problem,
+    peak,
+    seconds,
+)
 
 ITERATIONS = 40
 """Evaluations of one range of transients at most."""
@@ -44,7 +56,7 @@ class Multipliers:
 
     def weights(self) -> Array:
         """Of every resource."""
-        weights = np.zeros(6)
+        weights = np.zeros(len(RESOURCES))
         weights[[COMPUTE, EXPOSED, HIDDEN]] = self.time * self.alpha, self.time, self.time * (1.0 - self.alpha)
         weights[[STATIC, SAVED]] = self.per_byte
         return weights
@@ -185,7 +197,7 @@ def bound_range(evaluation: Evaluation, pool: Pool, low: float, high: float, tar
 
 
 def _planes(pool: Pool, high: float) -> list[Outcome]:
-    return [o for o in pool.seen.values() if o.total[-1] <= high]
+    return [o for o in pool.seen.values() if o.total[TRANSIENT] <= high]
 
 
 def _fits(outcome: Outcome, low: float, limit: float) -> bool:
@@ -200,7 +212,7 @@ def _largest(best: Range, planes: Sequence[Outcome], limit: float, target_gap: f
     """The largest transient of the planes near the bound; ``low`` where there is none."""
     m = best.multipliers
     near = [o for o in planes if _value(o, m, limit) <= best.bound + max(target_gap, 1e-9) * abs(best.bound)]
-    return max((float(o.total[-1]) for o in near), default=m.low)
+    return max((float(o.total[TRANSIENT]) for o in near), default=m.low)
 
 
 def _highest(planes: Sequence[Outcome], low: float, limit: float, scale: float) -> tuple[float, float, float]:
@@ -226,7 +238,7 @@ def least_memory(evaluation: Evaluation, limit: float = -inf) -> tuple[float, Ou
     """Bytes below which no assignment's peak can be, and the leanest assignment found; stops early where one fits
     ``limit``, or where the bytes are shown to exceed it. With the default limit, and exact: the least peak."""
     sizes = evaluation.transients()
-    weights = np.zeros(6)
+    weights = np.zeros(len(RESOURCES))
     weights[[STATIC, SAVED]] = 1.0
 
     def visit(low: float, high: float) -> tuple[float, float, float, Outcome]:
@@ -240,7 +252,7 @@ def least_memory(evaluation: Evaluation, limit: float = -inf) -> tuple[float, Ou
         bound, low, high, outcome = worst
         if float(peak(best.total)) <= max(bound, limit) or bound == inf or 0 < limit < bound:
             return bound, best
-        top = float(outcome.total[-1])
+        top = float(outcome.total[TRANSIENT])
         inside = sizes[(sizes > low) & (sizes <= top)]
         if len(inside) == 0:
             return bound, best

@@ -7,7 +7,8 @@ largest transient ``P`` and the step time ``T``. Minimise T. Rows, in this order
 2. `borders_agree`: units that touch a shared variable see the state that it is in (flow conservation along a chain);
 3. `one_state`: a shared variable that no unit touches is in one state;
 4. `streams`: T >= exposed + compute and T >= exposed + hidden;
-5. `largest_transient`: P >= the transient of every unit's pattern and of every shared variable's state;
+5. `largest_transient`: P >= the transient of every unit's pattern, what it makes again included, and of every shared
+   variable's state;
 6. `memory`: static + saved + P <= limit.
 
 The mix is only as good as its patterns; the proof is `lagrangian`'s bound, not this program's.
@@ -25,7 +26,7 @@ import numpy as np
 from autopar.solver.backend import Model, minimise
 from autopar.solver.evaluate import Evaluation, Outcome, Pattern, Point
 from autopar.solver.lagrangian import Multipliers, Pool
-from autopar.solver.problem import COMPUTE, EXPOSED, HIDDEN, SAVED, STATIC, TRANSIENT, Array, peak, seconds
+from autopar.solver.problem import AGAIN, COMPUTE, EXPOSED, HIDDEN, SAVED, STATIC, TRANSIENT, Array, peak, seconds
 
 NEAR = (0.5, 0.8, 1.25, 2.0)
 """Prices per byte beside the best one whose assignments are also mixed."""
@@ -195,8 +196,12 @@ def streams(c: Columns, evaluation: Evaluation, scale: float, limit: float) -> N
 
 
 def largest_transient(c: Columns, evaluation: Evaluation, scale: float, limit: float) -> None:
-    """P >= transient of what each unit does and of the state of each shared variable; only rows that can bind."""
-    groups = [[(y, float(p.total[TRANSIENT])) for y, p in zip(ys, ps)] for ys, ps in zip(c.chosen, c.patterns)]
+    """P >= transient of what each unit does, and what it makes again for that, and of the state of each shared
+    variable; only rows that can bind."""
+    groups = [
+        [(y, float(p.total[TRANSIENT] + p.total[AGAIN])) for y, p in zip(ys, ps, strict=True)]
+        for ys, ps in zip(c.chosen, c.patterns, strict=True)
+    ]
     for v, states in enumerate(c.states):
         costs = evaluation.problem.shared[v].costs
         groups.append([(z, float(costs[s, TRANSIENT])) for s, z in states.items()])

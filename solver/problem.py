@@ -2,16 +2,17 @@
 
 A problem is a chain (in general a graph) of *units*. Equal units share a *class*, which is priced once. Inside a class
 every op, every tensor with several readers and every parameter is a *variable*; its states are what it may do, each
-with what that costs (`RESOURCES`). A *factor* prices two variables together: the change of layout between what one
-leaves and what the other wants. Units meet in *shared* variables: the tensors that cross a cut, and tied parameters.
+with what that costs (`RESOURCES`); so is what the unit makes again in backward (kind ``recompute``). A *factor* prices
+variables together: the change of layout between what one leaves and what the other wants, kept or made again. Units
+meet in *shared* variables: the tensors that cross a cut, and tied parameters.
 
 >>> import numpy as np
 >>> free = np.zeros((2, len(RESOURCES)))
 >>> x = Variable("x", "tensor", ("S0", "I"), free)
->>> op = Variable("fc", "op", ("cut", "whole"), np.array([[1.0, 0, 0, 0, 0, 0], [2.0, 0, 0, 0, 0, 0]]))
+>>> op = Variable("fc", "op", ("cut", "whole"), np.array([[1.0, *[0] * 6], [2.0, *[0] * 6]]))
 >>> change = np.zeros((2, 2, len(RESOURCES)))
 >>> change[0, 1, EXPOSED] = 0.5
->>> layer = Class("fc", (op,), (Factor(1, 0, np.arange(2), np.arange(2), change),), ("x",))
+>>> layer = Class("fc", (op,), (Factor((1, 0), (np.arange(2), np.arange(2)), change),), ("x",))
 >>> problem = Problem("toy", (x,), (layer,), (Unit(0, (0,)),), memory_limit=100.0)
 >>> total = totals(problem, Assignment((0,), ((0,),)))
 >>> float(seconds(total)), float(peak(total))
@@ -20,7 +21,7 @@ leaves and what the other wants. Units meet in *shared* variables: the tensors t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -30,11 +31,12 @@ import numpy.typing as npt
 Array = npt.NDArray[np.float64]
 Index = npt.NDArray[np.int64]
 
-RESOURCES = ("compute", "exposed", "hidden", "static", "saved", "transient")
-COMPUTE, EXPOSED, HIDDEN, STATIC, SAVED, TRANSIENT = range(6)
+RESOURCES = ("compute", "exposed", "hidden", "static", "saved", "transient", "again")
+COMPUTE, EXPOSED, HIDDEN, STATIC, SAVED, TRANSIENT, AGAIN = range(7)
 """Seconds a step on the compute stream; of communication that compute waits for; of communication that can run beside
 it (parameters, gradients). Bytes a rank: held all the time (rest, gradients, optimizer, gathered once a step); kept by
-autograd for the microbatches in flight; working memory, of which the largest counts. Infinite seconds: illegal."""
+autograd for the microbatches in flight; working memory, of which the largest counts; made again for the backward of a
+unit and alive while that runs, added up in each unit, of which the fullest counts. Infinite seconds: illegal."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,7 +44,7 @@ class Variable:
     """``states``: the text of each state; ``costs``: shape [states, resources]."""
 
     name: str
-    kind: Literal["op", "tensor", "parameter"]
+    kind: Literal["op", "tensor", "parameter", "recompute"]
     states: tuple[str, ...]
     costs: Array
 
@@ -55,17 +57,19 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class Factor:
-    """Costs of two variables together: ``table[rows[i], cols[j]]`` for state i of ``first`` and j of ``second``.
+    """Costs of variables together: ``table[reads[0][i], reads[1][j], ...]`` for state i of the first, j of the second.
 
-    ``first``, ``second``: indices into the class's variables, or, from ``len(variables)`` on, into its borders.
-    ``rows``, ``cols``: which row (column) of ``table`` (shape [rows, columns, resources]) a state reads.
+    ``over``: indices into the class's variables, or, from ``len(variables)`` on, into its borders. ``reads``: which row
+    of that dim of ``table`` (shape [rows, columns, ..., resources]) a state reads.
     """
 
-    first: int
-    second: int
-    rows: Index
-    cols: Index
+    over: tuple[int, ...]
+    reads: tuple[Index, ...]
     table: Array
+
+    def at(self, states: Sequence[int]) -> tuple[int, ...]:
+        """The entry of the table at the states of the unit's variables and then borders."""
+        return tuple(int(reads[states[v]]) for v, reads in zip(self.over, self.reads, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,25 +112,39 @@ class Assignment:
 
 
 def totals(problem: Problem, assignment: Assignment) -> Array:
-    """What an assignment costs, by resource: sums, and of ``transient`` the maximum."""
-    rows = [v.costs[s] for v, s in zip(problem.shared, assignment.shared, strict=True)]
+    """What an assignment costs, by resource: see `joined`."""
+    shared = [v.costs[s] for v, s in zip(problem.shared, assignment.shared, strict=True)]
+    rows = [np.stack(shared)] if shared else []
     for unit, states in zip(problem.units, assignment.units, strict=True):
-        rows += pattern_rows(problem, unit, states, tuple(assignment.shared[b] for b in unit.borders))
-    if not rows:
-        return np.zeros(len(RESOURCES))
-    stacked = np.stack(rows)
-    total = stacked.sum(0)
-    total[TRANSIENT] = stacked[:, TRANSIENT].max(initial=0.0)
-    return np.asarray(total)
+        rows.append(pattern_rows(problem, unit, states, tuple(assignment.shared[b] for b in unit.borders)))
+    return joined([together(r) for r in rows])
 
 
-def pattern_rows(problem: Problem, unit: Unit, states: tuple[int, ...], borders: tuple[int, ...]) -> list[Array]:
-    """The cost rows of one unit's variables and factors."""
+def pattern_rows(problem: Problem, unit: Unit, states: tuple[int, ...], borders: tuple[int, ...]) -> Array:
+    """The cost rows of one unit's variables and factors: [rows, resources]."""
     kind = problem.classes[unit.kind]
     every = (*states, *borders)
     rows = [v.costs[s] for v, s in zip(kind.variables, states, strict=True)]
-    rows += [f.table[f.rows[every[f.first]], f.cols[every[f.second]]] for f in kind.factors]
-    return rows
+    rows += [f.table[f.at(every)] for f in kind.factors]
+    return np.stack(rows) if rows else np.zeros((0, len(RESOURCES)))
+
+
+def together(rows: Array) -> Array:
+    """What rows of one unit cost: sums, and of ``transient`` the maximum."""
+    total = rows.sum(0)
+    total[TRANSIENT] = rows[:, TRANSIENT].max(initial=0.0)
+    return np.asarray(total)
+
+
+def joined(units: Sequence[Array]) -> Array:
+    """What units cost: sums, of ``transient`` the maximum, and of ``again`` what the fullest unit holds beyond that."""
+    if not len(units):
+        return np.zeros(len(RESOURCES))
+    stacked = np.stack(units)
+    total = np.asarray(stacked.sum(0))
+    total[TRANSIENT] = stacked[:, TRANSIENT].max()
+    total[AGAIN] = (stacked[:, TRANSIENT] + stacked[:, AGAIN]).max() - total[TRANSIENT]
+    return total
 
 
 def seconds(total: Array) -> Any:
@@ -136,4 +154,4 @@ def seconds(total: Array) -> Any:
 
 def peak(total: Array) -> Any:
     """Bytes a rank of totals (last dim: resources)."""
-    return total[..., STATIC] + total[..., SAVED] + total[..., TRANSIENT]
+    return total[..., STATIC] + total[..., SAVED] + total[..., TRANSIENT] + total[..., AGAIN]

@@ -5,12 +5,12 @@ neighbours; a table lives over *sorts* of states (those that read the same rows 
 would be too large, the tables that it is made of are taken apart, and what comes out is a lower bound.
 
 >>> from autopar.solver.problem import Class, Factor, Unit
->>> free = np.zeros((2, 6))
+>>> free = np.zeros((2, 7))
 >>> x, y = Variable("x", "op", ("a", "b"), free + [[1.0], [2.0]]), Variable("y", "op", ("a", "b"), free)
->>> cost = np.zeros((2, 2, 6))
+>>> cost = np.zeros((2, 2, 7))
 >>> cost[0, 0] = 5.0
->>> both = Class("c", (x, y), (Factor(0, 1, np.arange(2), np.arange(2), cost),), ())
->>> least(Problem("toy", (), (both,), (Unit(0, ()),), 0.0), np.array([1.0, 0, 0, 0, 0, 0]))
+>>> both = Class("c", (x, y), (Factor((0, 1), (np.arange(2), np.arange(2)), cost),), ())
+>>> least(Problem("toy", (), (both,), (Unit(0, ()),), 0.0), np.array([1.0, *[0] * 6]))
 1.0
 """
 
@@ -89,7 +89,7 @@ def _of_class(problem: Problem, number: int, weights: Array, high: float) -> lis
     """The tables of a class, over its variables and then its borders."""
     kind = problem.classes[number]
     tables = [_own(i, v, weights, high) for i, v in enumerate(kind.variables)]
-    tables += [_Table((f.first, f.second), (f.rows, f.cols), _price(f.table, weights, high)) for f in kind.factors]
+    tables += [_Table(f.over, f.reads, _price(f.table, weights, high)) for f in kind.factors]
     return [_once(t) for t in tables]
 
 

@@ -7,6 +7,7 @@ elimination as `recompute.least`.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from autopar.solver.backend import Model, minimise
 from autopar.solver.file import Weights
-from autopar.solver.problem import TRANSIENT, Array, Factor, Index, Problem, Variable
+from autopar.solver.problem import AGAIN, TRANSIENT, Array, Factor, Index, Problem, Variable
 from autopar.solver.recompute import (
     WIDEST,
     _eliminate,
@@ -119,7 +120,7 @@ def surviving(problem: Problem, multipliers: tuple[Weights, ...], claim: float) 
     every transient): true for each of them."""
     bounds: States | None = None
     for alpha, per_byte, low, high, time in multipliers:
-        weights = np.array([time * alpha, time, time * (1 - alpha), per_byte, per_byte, 0.0])
+        weights = np.array([time * alpha, time, time * (1 - alpha), per_byte, per_byte, 0.0, 0.0])
         found = state_leasts(problem, weights, high)
         spare = per_byte * (problem.memory_limit - low)
         values = [[s - spare if time else np.where(s > spare, inf, -inf) for s in states] for states in found]
@@ -136,7 +137,7 @@ def integer_bound(problem: Problem, multipliers: tuple[Weights, ...] = (), claim
     """A lower bound of the seconds by branching, up to ``claim``: the optimum, less the solver's rounding, where it
     ends. ``multipliers`` tell which states need not be looked at to show the claim.
 
-    One column for each state and each legal pair of rows; a factor's pairs sum to its variables' states."""
+    One column for each state and each legal entry of a factor's table; entries sum to the states that read them."""
     model, scale = Model(), _scale(problem)
     try:
         kept = surviving(problem, multipliers, claim) if multipliers and claim < inf else None
@@ -144,21 +145,26 @@ def integer_bound(problem: Problem, multipliers: tuple[Weights, ...] = (), claim
         kept = None
     of_shared = kept[-1] if kept is not None else [None] * len(problem.shared)
     states = [_columns(model, v, k) for v, k in zip(problem.shared, of_shared)]
-    groups = [[(x, v.costs[i]) for i, x in own.items()] for v, own in zip(problem.shared, states)]
+    units = [[[(x, v.costs[i]) for i, x in own.items()]] for v, own in zip(problem.shared, states)]
     for place, unit in enumerate(problem.units):
         kind = problem.classes[unit.kind]
         of_unit = kept[place] if kept is not None else [None] * len(kind.variables)
         own = [_columns(model, v, k) for v, k in zip(kind.variables, of_unit)]
-        groups += [[(x, v.costs[i]) for i, x in s.items()] for v, s in zip(kind.variables, own)]
+        groups = [[(x, v.costs[i]) for i, x in s.items()] for v, s in zip(kind.variables, own)]
         every = [*own, *(states[b] for b in unit.borders)]
-        groups += [_pairs(model, f, every[f.first], every[f.second]) for f in kind.factors]
-    costs = [c for group in groups for c in group]
+        units.append(groups + [_entries(model, f, [every[v] for v in f.over]) for f in kind.factors])
+    costs = [c for groups in units for group in groups for c in group]
     largest, time = model.add(), model.add(cost=1.0, high=claim / scale)
     for stream in (0, 2):
         model.row([(time, -1.0), *((x, float(c[1] + c[stream]) / scale) for x, c in costs)], high=0.0)
     limit = problem.memory_limit
-    for group in groups:
-        model.row([(largest, -1.0), *((x, float(c[TRANSIENT]) / limit) for x, c in group)], high=0.0)
+    for groups in units:
+        again = [(x, float(c[AGAIN]) / limit) for group in groups for x, c in group if c[AGAIN]]
+        working = model.add() if again else largest
+        if again:
+            model.row([(largest, -1.0), (working, 1.0), *again], high=0.0)
+        for group in groups:
+            model.row([(working, -1.0), *((x, float(c[TRANSIENT]) / limit) for x, c in group)], high=0.0)
     model.row([(largest, 1.0), *((x, float(c[3] + c[4]) / limit) for x, c in costs)], high=1.0)
     solution = minimise(model)
     shown = inf if solution.status == "infeasible" else solution.bound * scale * (1 - ROUNDING)
@@ -174,17 +180,17 @@ def _columns(model: Model, variable: Variable, kept: npt.NDArray[np.bool_] | Non
     return own
 
 
-def _pairs(model: Model, f: Factor, first: dict[int, int], second: dict[int, int]) -> list[tuple[int, Array]]:
-    """A column for each legal pair of a row and a column that states read."""
-    rows, cols = ({int(m[i]) for i in s} for m, s in ((f.rows, first), (f.cols, second)))
+def _entries(model: Model, f: Factor, states: list[dict[int, int]]) -> list[tuple[int, Array]]:
+    """A column for each legal entry whose rows states read; those of a row of a dim sum to the states that read it."""
+    rows = [sorted({int(reads[i]) for i in s}) for reads, s in zip(f.reads, states)]
     legal = np.asarray(np.isfinite(f.table).all(-1))
-    pairs = {(r, c): model.add(high=1.0) for r in sorted(rows) for c in sorted(cols) if legal[r, c]}
-    for side, reads, states, seen in ((0, f.rows, first, rows), (1, f.cols, second, cols)):
-        for key in sorted(seen):
-            terms = [(x, 1.0) for pair, x in pairs.items() if pair[side] == key]
-            terms += [(x, -1.0) for i, x in states.items() if int(reads[i]) == key]
+    entries = {at: model.add(high=1.0) for at in itertools.product(*rows) if legal[at]}
+    for dim, (reads, mine) in enumerate(zip(f.reads, states)):
+        for key in rows[dim]:
+            terms = [(x, 1.0) for at, x in entries.items() if at[dim] == key]
+            terms += [(x, -1.0) for i, x in mine.items() if int(reads[i]) == key]
             model.row(terms, low=0.0, high=0.0)
-    return [(x, f.table[pair]) for pair, x in pairs.items()]
+    return [(x, f.table[at]) for at, x in entries.items()]
 
 
 def _scale(problem: Problem) -> float:

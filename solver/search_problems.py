@@ -4,7 +4,7 @@
 >>> from autopar.solver.problem import Class, Unit, Variable
 >>> def pose(candidate):
 ...     m = candidate.microbatches
-...     costs = np.array([[1.0 * m, 0, 0, 0, 8 / m, 0], [2.0 * m, 0, 0, 0, 7 / m, 0]])
+...     costs = np.array([[1.0 * m, 0, 0, 0, 8 / m, 0, 0], [2.0 * m, 0, 0, 0, 7 / m, 0, 0]])
 ...     x = Variable("x", "op", ("fast", "lean"), costs)
 ...     return Problem(str(candidate), (), (Class("layer", (x,), (), ()),), (Unit(0, ()),), memory_limit=6.0)
 >>> found = search_problems(

@@ -7,7 +7,7 @@
 
 >>> import numpy as np
 >>> from autopar.solver.problem import Class, Problem, Unit, Variable
->>> x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8.0, 0], [2.0, 0, 0, 0, 4.0, 0]]))
+>>> x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8.0, 0, 0], [2.0, 0, 0, 0, 4.0, 0, 0]]))
 >>> layer = Class("layer", (x,), (), ())
 >>> answer = solve(Problem("toy", (), (layer,), (Unit(0, ()), Unit(0, ())), memory_limit=12.0))
 >>> answer.status, answer.objective, sorted(answer.assignment.units)

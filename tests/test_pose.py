@@ -47,7 +47,7 @@ def posed(name: str, axes: tuple[tuple[int, int], ...], microbatches: int) -> tu
 
 
 def cheapest(evaluation: Evaluation, alpha: float, per_byte: float) -> Assignment:
-    weights = np.zeros(6)
+    weights = np.zeros(7)
     weights[[COMPUTE, EXPOSED, HIDDEN]] = alpha, 1.0, 1.0 - alpha
     weights[[STATIC, SAVED]] = per_byte
     return evaluation.least(weights).assignment
@@ -155,7 +155,7 @@ def test_equal_layers_are_posed_once() -> None:
     for unit in problem.units:
         for factor in problem.classes[unit.kind].factors:
             own = len(problem.classes[unit.kind].variables)
-            for side, index in ((factor.first, factor.rows), (factor.second, factor.cols)):
+            for side, index in zip(factor.over, factor.reads, strict=True):
                 variable = (
                     problem.classes[unit.kind].variables[side]
                     if side < own

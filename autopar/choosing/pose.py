@@ -27,7 +27,6 @@ from autopar.choosing.wiring import Tensor, Wiring
 from autopar.cluster import Cluster
 from autopar.passes.calls import call_key
 from autopar.passes.changes import costs
-from autopar.passes.complete_layouts import needs_change
 from autopar.passes.facts import Choice, Value, value
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.parameter_states import ParameterState, Together, parameter_states
@@ -248,12 +247,10 @@ class _Pose:
         """Costs of a parameter's states of their own."""
         rows = np.zeros((len(states), len(RESOURCES)))
         for row, s in zip(rows, states, strict=True):
-            rest, entry = local_bytes(v, s.rest, self.plain), local_bytes(v, s.entry, self.plain)
+            rest, use = local_bytes(v, s.rest, self.plain), local_bytes(v, s.use, self.plain)
             row[STATIC] = rest * (2 + ADAMW_STATES if v.grad else 1)
             if s.gather == "step":
-                row[STATIC] += entry * (2 if v.grad and s.reduce == "step" else 1)
-            elif s.gather == "use" and needs_change(s.rest, s.entry):
-                row[STATIC] += entry
+                row[STATIC] += use * (2 if v.grad and s.reduce == "step" else 1)
             row[COMPUTE] = adamw(rest, self.cluster.chip.memory_rate) if v.grad else 0.0
             row[HIDDEN] = s.seconds(self.microbatches)
             row[EXPOSED] = UNHIDDEN * row[HIDDEN]
@@ -321,7 +318,7 @@ class _Pose:
         if reader.keeps:
             free = t.own or t.view
             table[..., SAVED] = self._copies(t.value, source.layouts, target.layouts, same_is_free=free)
-        return Factor(t.made[0], reader.op, source.of, target.of, table)
+        return Factor((t.made[0], reader.op), (source.of, target.of), table)
 
     def _share(self, t: Tensor, ops: Sequence[OpStates], at: int, layouts: tuple[Layout, ...]) -> list[Factor]:
         """From the op that makes a tensor to its shared layout, and from there to each reader."""
@@ -333,13 +330,13 @@ class _Pose:
             if t.kept and not at_reader:
                 free = t.own or t.view
                 table[..., SAVED] = self._copies(t.value, source.layouts, layouts, same_is_free=free)
-            found.append(Factor(t.made[0], at, source.of, every, table))
+            found.append(Factor((t.made[0], at), (source.of, every), table))
         for reader in t.readers:
             target = _column(ops[reader.op].operands, reader.slot)
             table = self._changes(t, layouts, target.layouts)
             if reader.keeps:
                 table[..., SAVED] = self._copies(t.value, layouts, target.layouts, same_is_free=not at_reader)
-            found.append(Factor(at, reader.op, every, target.of, table))
+            found.append(Factor((at, reader.op), (every, target.of), table))
         return found
 
     def _read_parameter(
@@ -365,7 +362,7 @@ class _Pose:
                 table[~_as_read(layouts, target.layouts)] = np.inf
             table = table[:, of]
             table[..., TRANSIENT] = np.where(gathered[:, None], held[:, None] + pairs[None, :, 1], 0.0)
-            found.append(Factor(at, reader.op, rows, cols.reshape(-1).astype(np.int64), table))
+            found.append(Factor((at, reader.op), (rows, cols.reshape(-1).astype(np.int64)), table))
         return found
 
     # -- tables --------------------------------------------------------------------------------------------------

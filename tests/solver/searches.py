@@ -15,11 +15,11 @@ MESHES = (((4, 1),), ((2, 2), (2, 1)))
 
 def scaled(problem: Problem, m: int, limit: float) -> Problem:
     """The problem with m times the seconds of compute and 1/m of the saved bytes, as more microbatches have."""
-    factors = np.ones(6)
+    factors = np.ones(7)
     factors[[COMPUTE, EXPOSED, HIDDEN]] = 1 + (m - 1) / 8
     factors[SAVED] = 1 / m
     variable = lambda v: Variable(v.name, v.kind, v.states, v.costs * factors)
-    factor = lambda f: Factor(f.first, f.second, f.rows, f.cols, f.table * factors)
+    factor = lambda f: Factor(f.over, f.reads, f.table * factors)
     classes = tuple(
         Class(c.name, tuple(map(variable, c.variables)), tuple(map(factor, c.factors)), c.borders)
         for c in problem.classes

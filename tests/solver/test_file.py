@@ -61,14 +61,14 @@ def test_a_digest_sees_every_number():
     problem = random_problem(1)
     variable = problem.classes[0].variables[0]
     seen = {digest(problem), digest(replace(problem, memory_limit=1.0)), digest(replace(problem, name="other"))}
-    for r in range(6):
+    for r in range(7):
         costs = variable.costs.copy()
         costs[-1, r] += 1e-9
         kind = replace(
             problem.classes[0], variables=(replace(variable, costs=costs), *problem.classes[0].variables[1:])
         )
         seen.add(digest(replace(problem, classes=(kind, *problem.classes[1:]))))
-    assert len(seen) == 9
+    assert len(seen) == 10
 
 
 def _header(path, change, tmp_path):
@@ -85,7 +85,7 @@ def _header(path, change, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h.update(version=2), "version 2 is not readable. Legal: 1; save anew."),
+        (lambda h: h.update(version=1), "version 1 is not readable. Legal: 2; save anew."),
         (lambda h: h.pop("version"), "is no saved search"),
         (lambda h: h.pop("records"), "is no saved search"),
         (lambda h: h["records"][0].pop("candidate"), "is no saved search"),
@@ -144,7 +144,7 @@ def test_files_that_are_not_there(tmp_path):
 def _large(seed, classes=5, ops=30, states=41):
     """A problem of the size of a Llama layer's: sums of few prices, most resources free."""
     rng = np.random.default_rng(seed)
-    free = lambda *shape: np.zeros((*shape, 6))
+    free = lambda *shape: np.zeros((*shape, 7))
 
     def variable(name):
         costs = free(states)
@@ -154,7 +154,7 @@ def _large(seed, classes=5, ops=30, states=41):
     def factor(i):
         table = free(states, states)
         table[..., 1] = rng.choice(np.append(rng.random(200), np.inf), (states, states))
-        return Factor(i, i + 1, np.arange(states), np.arange(states), table)
+        return Factor((i, i + 1), (np.arange(states), np.arange(states)), table)
 
     layers = tuple(
         Class(f"c{k}", tuple(variable(f"{k}.{i}") for i in range(ops)), tuple(map(factor, range(ops - 1))), ())

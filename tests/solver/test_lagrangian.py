@@ -8,7 +8,7 @@ from random_problems import Counted, random_problem
 
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.lagrangian import Multipliers, free_bound, least_memory, lower_bound, one_bound
-from autopar.solver.problem import totals
+from autopar.solver.problem import peak, totals
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -42,13 +42,17 @@ def test_without_seconds_only_bytes_decide() -> None:
 
 
 def test_the_least_memory_is_found() -> None:
+    """Where something is made again bounds are none the less bounds."""
+    reached = 0
     for seed in range(80):
         problem = random_problem(seed)
+        counted = Counted(problem)
         bound, outcome = least_memory(Evaluation(problem))
-        assert bound == Counted(problem).least_bytes
-        if bound < np.inf:
-            total = totals(problem, outcome.assignment)
-            assert total[3] + total[4] + total[5] == bound
+        found = float(peak(totals(problem, outcome.assignment))) if bound < np.inf else np.inf
+        assert bound <= counted.least_bytes <= found
+        assert counted.again or bound == found
+        reached += bound == found
+    assert reached > 50
 
 
 def test_bounds_for_the_search_hold() -> None:
@@ -69,7 +73,7 @@ def test_an_outcome_costs_what_its_assignment_costs() -> None:
     for seed in range(60):
         problem = random_problem(seed)
         evaluation = Evaluation(problem)
-        weights = np.array([*rng.random(5), 0.0])
+        weights = np.array([*rng.random(5), 0.0, 0.0])
         outcome = evaluation.least(weights)
         counted = Counted(problem)
         least = (counted.total @ weights).min(initial=np.inf)
@@ -87,6 +91,6 @@ def test_transients_above_the_cap_are_not_taken() -> None:
         problem = random_problem(seed)
         counted = Counted(problem)
         for high in (0.0, 3.0, 7.0):
-            outcome = Evaluation(problem).least(np.array([1.0, 1, 0, 0, 0, 0]), high)
+            outcome = Evaluation(problem).least(np.array([1.0, 1, 0, 0, 0, 0, 0]), high)
             under = counted.total[counted.total[:, 5] <= high]
             assert outcome.value == (under[:, 0] + under[:, 1]).min(initial=np.inf)

@@ -6,7 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from random_problems import SAVED, STATIC, TRANSIENT, Counted, random_problem
+from random_problems import AGAIN, SAVED, STATIC, TRANSIENT, Counted, random_problem
 
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.lagrangian import lower_bound
@@ -20,10 +20,11 @@ def check(problem: Problem, answer: Answer, counted: Counted) -> None:
     """What an answer claims, against every assignment."""
     optimum = counted.optimum
     if optimum == np.inf:
-        assert answer.status == "infeasible" and answer.assignment is None and answer.bound == np.inf
-        assert answer.least_bytes == answer.least_bound == counted.least_bytes
+        assert answer.status == "infeasible" and answer.assignment is None
+        assert answer.least_bound <= counted.least_bytes <= answer.least_bytes
+        assert counted.again or (answer.bound == np.inf and answer.least_bytes == answer.least_bound)
         if answer.least_assignment is not None:
-            assert float(peak(totals(problem, answer.least_assignment))) == counted.least_bytes
+            assert float(peak(totals(problem, answer.least_assignment))) == answer.least_bytes
         return
     assert answer.status == "solved" and answer.assignment is not None
     total = totals(problem, answer.assignment)
@@ -139,22 +140,26 @@ def memory_terms_dropped(problem: Problem) -> list[Problem]:
     return own_changed(problem, lambda v: [without_memory(v, r) for r in (STATIC, SAVED, TRANSIENT)])
 
 
-@pytest.mark.parametrize("mutate", [strategies_dropped, shared_states_dropped, memory_terms_dropped])
+def again_dropped(problem: Problem) -> list[Problem]:
+    return own_changed(problem, lambda v: [without_memory(v, AGAIN)])
+
+
+@pytest.mark.parametrize("mutate", [strategies_dropped, shared_states_dropped, memory_terms_dropped, again_dropped])
 def test_a_wrong_price_is_caught(mutate: object) -> None:
     """One strategy, one state of a shared tensor, one memory term less in what the solver sees: where that moves the
     optimum, the comparison with the whole problem fails."""
     caught = 0
-    for seed in range(40):
+    for seed in range(150):
         problem = random_problem(seed)
         counted = Counted(problem)
-        if counted.optimum == np.inf:
+        if counted.optimum == np.inf or caught == 10:
             continue
         matters = [m for m in mutate(problem) if Counted(m).optimum != counted.optimum]  # type: ignore[operator]
         for changed in matters[:1]:
             with pytest.raises(AssertionError):
                 check(problem, solve(changed, target_gap=0.0), counted)
             caught += 1
-    assert caught >= 10
+    assert caught == 10
 
 
 def test_nothing_at_all() -> None:
@@ -163,22 +168,22 @@ def test_nothing_at_all() -> None:
 
 
 def test_no_legal_assignment_is_infeasible() -> None:
-    x = Variable("x", "op", ("a",), np.full((1, 6), np.inf))
+    x = Variable("x", "op", ("a",), np.full((1, 7), np.inf))
     answer = solve(Problem("none", (), (Class("c", (x,), (), ()),), (Unit(0, ()),), memory_limit=1.0))
     assert answer.status == "infeasible" and answer.least_assignment is None and answer.bound == np.inf
 
 
 def test_many_equal_units_mix_two_patterns() -> None:
     """64 units that are fast at 10 bytes or slow at 2: the limit of 400 bytes allows 34 fast ones."""
-    costs = np.zeros((2, 6))
+    costs = np.zeros((2, 7))
     costs[:, 0], costs[:, 4] = (1.0, 2.0), (10.0, 2.0)
-    x = Variable("x", "tensor", ("S", "R"), np.zeros((2, 6)))
+    x = Variable("x", "tensor", ("S", "R"), np.zeros((2, 7)))
     op = Variable("op", "op", ("fast", "lean"), costs)
-    table = np.zeros((2, 2, 6))
+    table = np.zeros((2, 2, 7))
     table[0, 1, 1] = table[1, 0, 1] = 0.25
     every = np.arange(2)
     layer = Class(
-        "layer", (op,), (Factor(1, 0, every, np.zeros(2, int), table), Factor(0, 2, every, every, table)), "io"
+        "layer", (op,), (Factor((1, 0), (every, np.zeros(2, int)), table), Factor((0, 2), (every, every), table)), "io"
     )
     units = tuple(Unit(0, (i, i + 1)) for i in range(64))
     problem = Problem("chain", (x,) * 65, (layer,), units, memory_limit=400.0)

@@ -25,15 +25,15 @@ def dense(layers: int, states: int, rows: int) -> Problem:
     rng = np.random.default_rng(0)
     every = np.arange(states)
     variables = tuple(
-        Variable(f"v{i}", "op", tuple(map(str, every)), np.pad(rng.uniform(1, 9, (states, 1)), ((0, 0), (0, 5))))
+        Variable(f"v{i}", "op", tuple(map(str, every)), np.pad(rng.uniform(1, 9, (states, 1)), ((0, 0), (0, 6))))
         for i in range(layers)
     )
     factors = []
     for i in range(layers):
         for j in range(i):
-            table = np.zeros((rows, rows, 6))
+            table = np.zeros((rows, rows, 7))
             table[..., EXPOSED] = rng.uniform(0, 3, (rows, rows)) * (rng.random((rows, rows)) < 0.3)
-            factors.append(Factor(i, j, every % rows, every % rows, table))
+            factors.append(Factor((i, j), (every % rows, every % rows), table))
     layer = Class("dense", variables, tuple(factors), ())
     return Problem("dense", (), (layer,), (Unit(0, ()),), memory_limit=1e9)
 
@@ -79,7 +79,7 @@ def test_a_hundred_tensors_with_one_layout_are_one_sum():
     problem = dense(100, 2, 1)
     answer = solve(problem)
     assert answer.exact and answer.gap == 0.0
-    assert least(problem, np.array([1.0, 1, 0, 0, 0, 0])) == pytest.approx(answer.objective, rel=1e-12)
+    assert least(problem, np.array([1.0, 1, 0, 0, 0, 0, 0])) == pytest.approx(answer.objective, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -90,7 +90,7 @@ def test_the_check_splits_as_the_solver_does(seed, monkeypatch):
     counted = Counted(problem)
     rng = np.random.default_rng(seed)
     for high in (np.inf, float(rng.choice(transients(problem)[1]))):
-        weights = np.append(rng.uniform(0, 2, 5), 0.0)
+        weights = np.append(rng.uniform(0, 2, 5), [0.0, 0.0])
         found = least(problem, weights, high)
         assert found == pytest.approx(Evaluation(problem, limit=3).least(weights, high).value, rel=1e-12)
         values = np.where(counted.total[:, 5] <= high, counted.total @ weights, np.inf)

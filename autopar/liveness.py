@@ -32,7 +32,8 @@ KEPT_AT = {"keep": 1, "time_keep": 1}
 @dataclass(frozen=True)
 class Moment:
     """One node. ``made``: the storages that it makes; ``extra``: bytes that it needs besides while it runs; ``gone``:
-    storages that the graph lets go of after it; ``sent``: what a collective that it starts works on."""
+    storages that the graph lets go of after it; ``sent``: what a collective that it starts or waits for works on, which
+    `runtime.collectives` keeps for a while."""
 
     node: str
     made: tuple[int, ...] = ()
@@ -42,13 +43,30 @@ class Moment:
 
 
 @dataclass(frozen=True)
+class View:
+    """How a tensor looks at its storage, in elements."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+    @staticmethod
+    def of(tensor: Tensor) -> View:
+        """As this tensor does."""
+        return View(tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+
+
+@dataclass(frozen=True)
 class Walk:
     """One run of a graph. Storages are numbers: ``arguments[i]`` is that of argument i, ``results[i]`` that of output i
-    (None for what is no tensor); ``nbytes`` has the size of each. Output names never go."""
+    (None for what is no tensor), which looks at it as ``views[i]`` says; ``nbytes`` has the size of each. Output names
+    never go."""
 
     nbytes: tuple[int, ...]
     arguments: tuple[int | None, ...]
     results: tuple[int | None, ...]
+    views: tuple[View | None, ...]
     moments: tuple[Moment, ...]
 
     def live(self, boxed: bool = False) -> list[int]:
@@ -87,11 +105,13 @@ class _Walker:
         self.nbytes: list[int] = []
         self.alive: list[torch.UntypedStorage] = []  # so that no key is given to another storage
         self.names: dict[int, int] = {}  # number -> names that hold it
+        self.flying: dict[fx.Node, tuple[int, ...]] = {}  # raw tensor -> storages on the wire
         self.last = _last_uses(graph.graph)
 
     def run(self) -> Walk:
         arguments: list[int | None] = []
         results: list[int | None] = []
+        views: list[View | None] = []
         moments: list[Moment] = []
         for node in self.graph.graph.nodes:
             if node.op == "placeholder":
@@ -100,9 +120,10 @@ class _Walker:
             elif node.op == "output":
                 outputs = tree_leaves(self._values(node.args[0]))
                 results = [self._number(t) if isinstance(t, Tensor) else None for t in outputs]
+                views = [View.of(t) if isinstance(t, Tensor) else None for t in outputs]
             else:
                 moments.append(self._run(node))
-        return Walk(tuple(self.nbytes), tuple(arguments), tuple(results), tuple(moments))
+        return Walk(tuple(self.nbytes), tuple(arguments), tuple(results), tuple(views), tuple(moments))
 
     def _run(self, node: fx.Node) -> Moment:
         before, extra = len(self.nbytes), 0
@@ -114,10 +135,23 @@ class _Walker:
             made, extra, sent = self._call(node.target, args, kwargs)
         self.env[node] = made
         self._hold(made)
-        on_wire = tuple(dict.fromkeys(self._number(t) for t in sent))
-        passing = [n for n in range(before, len(self.nbytes)) if n not in self.names]  # copies that only the wire holds
-        gone = [*passing, *(n for dead in self.last.get(node, ()) for n in self._drop(dead))]
+        on_wire, landed = self._fly(node, sent)
+        gone = [*landed, *(n for dead in self.last.get(node, ()) for n in self._drop(dead))]
         return Moment(node.name, tuple(range(before, len(self.nbytes))), extra, tuple(gone), on_wire)
+
+    def _fly(self, node: fx.Node, sent: tuple[Tensor, ...]) -> tuple[tuple[int, ...], list[int]]:
+        """What is on the wire now, or was until this wait, and the storages that go with it: both the operand and the
+        raw tensor are held from start to wait."""
+        if sent:
+            numbers = tuple(dict.fromkeys(self._number(t) for t in sent))
+            for number in numbers:
+                self.names[number] = self.names.get(number, 0) + 1
+            self.flying[node] = numbers
+            return numbers, []
+        numbers = self.flying.pop(node.args[0], ()) if node.args else ()  # type: ignore[arg-type]
+        for number in numbers:
+            self.names[number] -= 1
+        return numbers, [number for number in numbers if not self.names[number]]
 
     def _call(self, target: Any, args: Any, kwargs: Any) -> tuple[Any, int, tuple[Tensor, ...]]:
         """What a node makes, the bytes that it needs besides, and the tensors that go on the wire."""
@@ -270,4 +304,4 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
     return (t for t in tree_leaves(tree) if isinstance(t, Tensor))
 
 
-__all__ = ["Moment", "Walk", "walk"]
+__all__ = ["Moment", "View", "Walk", "walk"]

@@ -6,7 +6,7 @@ import operator
 
 import pytest
 import torch
-from allocations import fullest
+from allocations import fullest, mark
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -114,8 +114,8 @@ def test_the_parts_of_a_composite_op():
         ((OURS.start_all_reduce, "tp", "none"), (OURS.wait_all_reduce,), (2, 2)),
         ((OURS.start_reduce_scatter, "tp", 2, 0, 0, [64]), (OURS.wait_reduce_scatter, 2, 0, 0, [64]), (1.5, 1.5)),
         # columns: put in order before
-        ((OURS.start_reduce_scatter, "tp", 2, 0, 1, [64]), (OURS.wait_reduce_scatter, 2, 0, 1, [64]), (2.5, 1.5)),
-        ((SWAP, "tp", 2, 0, 0, [128], 1, [64]), (SWAPPED, 2, 0, 0, [128], 1, [64]), (3, 2)),
+        ((OURS.start_reduce_scatter, "tp", 2, 0, 1, [64]), (OURS.wait_reduce_scatter, 2, 0, 1, [64]), (2.5, 2.5)),
+        ((SWAP, "tp", 2, 0, 0, [128], 1, [64]), (SWAPPED, 2, 0, 0, [128], 1, [64]), (3, 3)),
     ],
 )  # fmt: skip
 def test_collectives(op, after, live):
@@ -156,6 +156,12 @@ def test_a_graph_allocates_what_its_walk_says():
     args = [torch.randn(s, requires_grad=True) for s in ((2, 64, 128), (128, 384), (128, 512), (512, 128))]
     graph = make_fx(joint, tracing_mode="fake")(*args)
     given = sum(a.nbytes for a in args)
+
+    def run():
+        for name in ("first", "second"):
+            mark(name)
+            graph(*args)
+
     with torch.no_grad():
-        (_, measured) = fullest(2 * [lambda: graph(*args)])
+        measured = dict(fullest(run))["second"]
     assert abs(max(walk(graph).live()) - given - measured) < 0.01 * measured

@@ -2,8 +2,9 @@
 
 Collectives come as pairs: ``start_x`` launches and returns a raw tensor that must not be read, ``wait_x`` waits and
 puts the elements in order; a pass may move the two apart. The backward of a pair does the whole dual where the start
-stands. Every op is one node under fx, has fake and autograd kernels, takes any dtype and never writes to its input;
-``keep``, ``replicate`` and ``invariant`` may return it.
+stands, by ops of this file, so that a traced backward sends by no others. Every op is one node under fx, has fake and
+autograd kernels, takes any dtype and never writes to its input; ``keep``, ``time_keep``, ``replicate`` and
+``invariant`` may return it.
 
 Common arguments: ``group`` name of a c10d process group; ``n`` its size and ``c`` the rank's place in it; ``dim`` the
 tensor dim that is cut; ``parts`` the lengths of the parts of ``dim`` before this axis cuts it, never empty; ``items``
@@ -22,6 +23,9 @@ pieces may be uneven or empty, they are padded on the wire and never in a value.
 | ``replicate`` | I->R | all-reduce |
 | ``invariant`` | R->I | keep on coordinate 0 |
 | ``time_shard``, ``time_pad``, ``time_keep`` | R->S, S->P, R->P over time | zero-pad, slice, keep |
+
+``start_scatter`` and ``start_swap`` with ``wait_stacked`` are the reduce-scatter and the all-to-all of what lies
+stacked as a raw tensor does, ``[n, ...]``: they are met in backward only.
 
 >>> import torch
 >>> torch.ops.autopar.shard(torch.arange(6), "tp", 2, 1, 0, [4, 2], "pad")
@@ -43,7 +47,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
 
 from autopar.passes.layout import Axis
-from autopar.runtime.library import differentiable
+from autopar.runtime.library import differentiable, kernels
 from autopar.runtime.pieces import Run, Runs, exchange, join, pieces, put, split, take, total, widen, with_size
 
 _C10D = torch.ops._c10d_functional
@@ -149,13 +153,44 @@ def _same(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
+_OPS = torch.ops.autopar
+
+# of stacked tensors, in backward
+
+kernels(
+    "start_scatter(Tensor stacked, str group, int n) -> Tensor",
+    lambda stacked, group, n: _flying(_scatter(stacked, group, n), group),
+    lambda stacked, group, n: stacked.new_empty(stacked.shape[1:]),
+)
+kernels(
+    "start_swap(Tensor stacked, str group, int n) -> Tensor",
+    lambda stacked, group, n: _flying(_swap(stacked, group, n), group),
+    lambda stacked, group, n: stacked.new_empty(stacked.shape),
+)
+kernels("wait_stacked(Tensor raw) -> Tensor", lambda raw: _land(raw), _same)
+
+
+def _summed(x: Tensor, group: str) -> Tensor:
+    done: Tensor = _OPS.wait_all_reduce(_OPS.start_all_reduce(x, group, "none"))
+    return done
+
+
+def _gathered(x: Tensor, group: str, *cut: Any) -> Tensor:
+    """``cut``: n, c, dim, parts, items."""
+    n, c, dim, parts, items = cut
+    done: Tensor = _OPS.wait_all_gather(
+        _OPS.start_all_gather(x, group, n, c, dim, parts, "slice", items), n, c, dim, parts, items
+    )
+    return done
+
+
 # all-reduce
 
 start_all_reduce = differentiable(
     "start_all_reduce(Tensor x, str group, str dual) -> Tensor",
     lambda x, group, dual: _flying(_reduce(x, group), group),
     _same,
-    lambda grad, shape, group, dual: wait(_reduce(grad, group), group) if dual == "all_reduce" else grad.contiguous(),
+    lambda grad, shape, group, dual: _summed(grad, group) if dual == "all_reduce" else grad.contiguous(),
 )
 wait_all_reduce = differentiable(
     "wait_all_reduce(Tensor raw) -> Tensor", _land, _same, lambda grad, shape: grad.contiguous()
@@ -181,7 +216,7 @@ def _start_all_gather_fake(
 def _start_all_gather_adjoint(
     grad: Tensor, shape: torch.Size, group: str, n: int, c: int, dim: int, parts: list[int], dual: str, items: int = 0
 ) -> Tensor:
-    own = grad[c] if dual == "slice" else wait(_scatter(grad, group, n), group)
+    own = grad[c] if dual == "slice" else _OPS.wait_stacked(_OPS.start_scatter(grad, group, n))
     return own.narrow(dim, 0, shape[dim]).clone(memory_format=torch.contiguous_format)
 
 
@@ -211,8 +246,8 @@ start_reduce_scatter = differentiable(
     "start_reduce_scatter(Tensor x, str group, int n, int c, int dim, int[] parts, int items=0) -> Tensor",
     _start_reduce_scatter,
     lambda x, group, n, c, dim, parts, items=0: x.new_empty(with_size(x, dim, total(pieces(parts, n, items)[0]))),
-    lambda grad, shape, group, n, c, dim, parts, items=0: join(
-        wait(_gather(grad.contiguous(), group, n), group), dim, pieces(parts, n, items)
+    lambda grad, shape, group, n, c, dim, parts, items=0: _gathered(
+        grad.narrow(dim, 0, total(pieces(parts, n, items)[c])), group, n, c, dim, parts, items
     ),
 )
 wait_reduce_scatter = differentiable(
@@ -279,7 +314,7 @@ def _start_all_to_all_fake(x: Tensor, group: str, *literals: Any) -> Tensor:
 
 def _start_all_to_all_adjoint(grad: Tensor, shape: torch.Size, group: str, *literals: Any) -> Tensor:
     a = _Recut(*literals)
-    back = wait(_swap(grad, group, a.n), group)
+    back = _OPS.wait_stacked(_OPS.start_swap(grad, group, a.n))
     if a.dim == a.to_dim:
         return join(back, a.dim, a.messages[0])
     return join(back.narrow(a.dim + 1, 0, shape[a.dim]), a.to_dim, a.wanted)
@@ -328,10 +363,10 @@ wait_all_to_all = differentiable(
 def _shard_adjoint(
     grad: Tensor, shape: torch.Size, group: str, n: int, c: int, dim: int, parts: list[int], dual: str, items: int = 0
 ) -> Tensor:
-    held = pieces(parts, n, items)
     if dual == "pad":
-        return put(grad, dim, held[c], shape[dim])
-    return join(wait(_gather(widen(grad, dim, total(held[0])), group, n), group), dim, held)
+        whole: Tensor = _OPS.pad(grad, group, n, c, dim, parts, items)
+        return whole
+    return _gathered(grad, group, n, c, dim, parts, items)
 
 
 shard = differentiable(
@@ -346,25 +381,25 @@ pad = differentiable(
         _sized(x, dim, total(pieces(parts, n, items)[c])), dim, pieces(parts, n, items)[c], sum(parts)
     ),
     lambda x, group, n, c, dim, parts, items=0: x.new_empty(with_size(x, dim, sum(parts))),
-    lambda grad, shape, group, n, c, dim, parts, items=0: take(grad, dim, pieces(parts, n, items)[c]),
+    lambda grad, shape, group, n, c, dim, parts, items=0: _OPS.shard(grad, group, n, c, dim, parts, "pad", items),
 )
 keep = differentiable(
     "keep(Tensor x, int c, str dual) -> Tensor",
     lambda x, c, dual: _keep(x, c).contiguous(),
     _same,
-    lambda grad, shape, c, dual: (_keep(grad, c) if dual == "keep" else grad).contiguous(),
+    lambda grad, shape, c, dual: _OPS.keep(grad, c, "none") if dual == "keep" else grad.contiguous(),
 )
 replicate = differentiable(
     "replicate(Tensor x, str group) -> Tensor",
     lambda x, group: x.contiguous(),
     _same,
-    lambda grad, shape, group: wait(_reduce(grad, group), group),
+    lambda grad, shape, group: _summed(grad, group),
 )
 invariant = differentiable(
     "invariant(Tensor x, int c) -> Tensor",
     lambda x, c: x.contiguous(),
     _same,
-    lambda grad, shape, c: _keep(grad, c).contiguous(),
+    lambda grad, shape, c: _OPS.keep(grad, c, "none"),
 )
 
 
@@ -383,7 +418,7 @@ time_shard = differentiable(
     "time_shard(Tensor x, int microbatch, int[] rows, int dim) -> Tensor",
     lambda x, microbatch, rows, dim: take(x, dim, (_rows(x.shape[dim], microbatch, rows),)),
     lambda x, microbatch, rows, dim: x.new_empty(with_size(x, dim, _rows(x.shape[dim], microbatch, rows)[1])),
-    lambda grad, shape, microbatch, rows, dim: put(grad, dim, (_rows(shape[dim], microbatch, rows),), shape[dim]),
+    lambda grad, shape, microbatch, rows, dim: _OPS.time_pad(grad, microbatch, rows, dim),
 )
 time_pad = differentiable(
     "time_pad(Tensor x, int microbatch, int[] rows, int dim) -> Tensor",
@@ -394,11 +429,11 @@ time_pad = differentiable(
         _whole(x.shape[dim], microbatch, rows),
     ),
     lambda x, microbatch, rows, dim: x.new_empty(with_size(x, dim, _whole(x.shape[dim], microbatch, rows))),
-    lambda grad, shape, microbatch, rows, dim: take(grad, dim, (_rows(grad.shape[dim], microbatch, rows),)),
+    lambda grad, shape, microbatch, rows, dim: _OPS.time_shard(grad, microbatch, rows, dim),
 )
 time_keep = differentiable(
     "time_keep(Tensor x, int microbatch) -> Tensor",
     lambda x, microbatch: _keep(x, microbatch).contiguous(),
     _same,
-    lambda grad, shape, microbatch: _keep(grad, microbatch).contiguous(),
+    lambda grad, shape, microbatch: _OPS.time_keep(grad, microbatch),
 )

@@ -192,7 +192,7 @@ def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, 
 
 def _dropout_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
     (kept,) = ctx.saved_tensors
-    return _scaled(grad, kept, ctx.p), None
+    return torch.ops.autopar.dropout_backward(grad, kept, ctx.p), None
 
 
 kernels(
@@ -200,6 +200,7 @@ kernels(
     _dropout_and_mask,
     lambda x, p, **_: (torch.empty_like(x), torch.empty(x.shape, dtype=torch.bool, device=x.device)),
 )
+kernels("dropout_backward(Tensor grad, Tensor kept, float p) -> Tensor", _scaled, lambda grad, kept, p: grad * kept)
 torch.library.register_autograd(
     "autopar::dropout_and_mask", _dropout_backward, setup_context=_dropout_setup, lib=LIBRARY
 )

@@ -105,9 +105,21 @@ def _vocabulary_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, T
 
 
 def _vocabulary_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    ops = torch.ops.autopar
+    return ops.vocabulary_cross_entropy_backward(grad, *ctx.saved_tensors, *ctx.literals), *[None] * 6
+
+
+def _vocabulary_gradient(
+    grad: Tensor,
+    logits: Tensor,
+    target: Tensor,
+    lse: Tensor,
+    start: int,
+    ignore_index: int,
+    smoothing: float,
+    vocab: int,
+) -> Tensor:
     """Softmax minus the (smoothed) one-hot of the rows that count: nothing is sent, as the result is ``I``."""
-    logits, target, lse = ctx.saved_tensors
-    start, ignore_index, smoothing, vocab = ctx.literals
     out = (logits.to(lse.dtype) - lse[..., None]).exp_()
     inside, index = _own(logits, target, start)
     if logits.shape[-1]:
@@ -115,9 +127,15 @@ def _vocabulary_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
     if smoothing:
         out -= smoothing / vocab
     out *= torch.where(target != ignore_index, grad.to(out.dtype), 0)[..., None]
-    return out.to(logits.dtype), None, None, None, None, None, None
+    return out.to(logits.dtype)
 
 
+kernels(
+    "vocabulary_cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor lse, int start, "
+    "int ignore_index, float smoothing, int vocab) -> Tensor",
+    _vocabulary_gradient,
+    lambda grad, logits, *_: torch.empty_like(logits),
+)
 kernels(
     "vocabulary_cross_entropy(Tensor logits, Tensor target, str group, int start, int ignore_index, float smoothing, "
     "int vocab) -> (Tensor, Tensor)",

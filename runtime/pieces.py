@@ -80,12 +80,16 @@ def take(x: Tensor, dim: int, runs: Runs) -> Tensor:
 
 
 def put(x: Tensor, dim: int, runs: Runs, size: int) -> Tensor:
-    """Zeros of length ``size`` with ``x`` at these runs of ``dim``."""
-    out, offset = x.new_zeros(with_size(x, dim, size)), 0
+    """Zeros of length ``size`` with ``x`` at these runs of ``dim``, which ascend; contiguous."""
+    found, offset, end = list[Tensor](), 0, 0
     for start, length in runs:
-        out.narrow(dim, start, length).copy_(x.narrow(dim, offset, length))
-        offset += length
-    return out
+        found += [_zeros(x, dim, start - end), x.narrow(dim, offset, length)]
+        offset, end = offset + length, start + length
+    return torch.cat([*found, _zeros(x, dim, size - end)], dim).contiguous()
+
+
+def _zeros(x: Tensor, dim: int, size: int) -> Tensor:
+    return x.new_zeros(with_size(x, dim, size))
 
 
 def widen(x: Tensor, dim: int, width: int) -> Tensor:
@@ -97,13 +101,11 @@ def split(x: Tensor, dim: int, runs: tuple[Runs, ...], width: int) -> Tensor:
     """One piece a coordinate, padded to ``width`` and stacked: ``[n, ..., width, ...]``; a view where it can be."""
     if _is_plain(runs, width):
         return torch.unflatten(x, dim, (len(runs), width)).movedim(dim, 0)
-    out = x.new_zeros([len(runs), *with_size(x, dim, width)])
-    for piece, wanted in zip(out, runs, strict=True):
-        offset = 0
-        for start, length in wanted:
-            piece.narrow(dim, offset, length).copy_(x.narrow(dim, start, length))
-            offset += length
-    return out
+    found = list[Tensor]()
+    for wanted in runs:
+        found += [x.narrow(dim, start, length) for start, length in wanted]
+        found.append(_zeros(x, dim, width - total(wanted)))
+    return torch.unflatten(torch.cat(found, dim), dim, (len(runs), width)).movedim(dim, 0)
 
 
 def join(stacked: Tensor, dim: int, runs: tuple[Runs, ...]) -> Tensor:

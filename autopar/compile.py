@@ -29,6 +29,7 @@ from autopar.plan import Plan, loads
 from autopar.predict import predict
 from autopar.rests import resting, rests_of
 from autopar.runtime.agree import agree
+from autopar.runtime.finite import check_finite
 from autopar.runtime.mesh import TIMEOUT, Ranks, connect, join, naming
 from autopar.runtime.parameters import place
 from autopar.runtime.program import Program
@@ -72,6 +73,7 @@ class Parallel(Placed):
         inputs: str,
         timeout: timedelta,
         seed: int,
+        error_if_nonfinite: bool,
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(cluster.ranks)
@@ -85,6 +87,7 @@ class Parallel(Placed):
         self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
         self._options = dict(options)
         self._seed, self._steps = seed, 0
+        self.error_if_nonfinite = error_if_nonfinite  # may be set at any time, on every rank alike
         self._ranks: Ranks | None = None
         self._rests: dict[str, Layout] = {}
         self._ready: dict[bool, list[Ready]] = {True: [], False: []}  # of train mode there is one
@@ -219,7 +222,11 @@ class Parallel(Placed):
                 "step: gradients are off (no_grad or inference_mode around it). Leave it, or call parallel(...)."
             )
         ready, program, tensors = self._call(args, kwargs)
-        return ready, program.step(tensors, inputs_are=self._inputs, outputs=outputs)
+        made = program.step(tensors, inputs_are=self._inputs, outputs=outputs)
+        if self.error_if_nonfinite:
+            with naming(program.ranks, program.steps):
+                check_finite(self._names("step"), program.ranks, made[0], program.steps)
+        return ready, made
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the model's forward returns for the global batch, as global tensors without gradients.
@@ -371,6 +378,7 @@ def compile(
     timeout: timedelta = TIMEOUT,
     seed: int = 0,
     dropout: str | None = None,
+    error_if_nonfinite: bool = False,
 ) -> Parallel:
     """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank. Collective under torchrun.
 
@@ -382,6 +390,8 @@ def compile(
     say otherwise). ``timeout``: how long a rank waits for another. ``seed``: of random ops, the same on every rank;
     what they draw depends on it, on the number of the step and on the place in the global tensor, never on the plan.
     ``dropout``: ``"per-rank"`` is a relaxation: see `autopar.capture.capture` (default: the plan's, else ``"exact"``).
+    ``error_if_nonfinite``: `Parallel.step` raises NonfiniteError, on every rank, where its loss or a gradient is nan or
+    inf, with the number of the step, the rank and the parameter; costs one small exchange a step.
 
     Raises AutoparError, one line, for whatever cannot be done exactly as asked; NothingFits, with the plan that comes
     closest, where none that keeps the pins fits the memory of a rank.
@@ -414,7 +424,15 @@ def compile(
         dropout = found.relaxations.get("dropout", "exact") if found is not None else "exact"
     options = {"global_batch": global_batch, "loss": loss, "batch_dims": batch_dims, "dropout": dropout}
     parallel = Parallel(
-        model, cluster, pins=parsed, plan=found, inputs=inputs, timeout=timeout, seed=seed, options=options
+        model,
+        cluster,
+        pins=parsed,
+        plan=found,
+        inputs=inputs,
+        timeout=timeout,
+        seed=seed,
+        error_if_nonfinite=error_if_nonfinite,
+        options=options,
     )
     if args is not None or kwargs is not None:
         parallel.prepare(tuple(args or ()), dict(kwargs or {}))

@@ -1,8 +1,8 @@
 """The collectives of a step, counted in the program that a rank runs: what `Plan.predicted.collectives` and
 ``explain`` say.
 
-Phases ``parameters`` and ``gradients`` are those of weights, on entry and where the body gathers them; they run beside
-compute. The others are waited for.
+Phases ``parameters`` and ``gradients`` are those of weights, from rest to use and back; they run beside compute. The
+others are waited for.
 
 Each library op that communicates is listed with what its forward and its backward send. Bytes are counted as nccl-tests
 counts sizes: the whole tensor (a gather's result, a scatter's input, what every rank of an all-reduce holds).
@@ -20,7 +20,9 @@ from torch import fx
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local
 from autopar.plan import Collective
-from autopar.runtime.buckets import Bucket, buckets
+from autopar.runtime.buckets import Alone, Bucket
+from autopar.runtime.run import units_of
+from autopar.runtime.weights import ways_of
 
 FORWARD, BACKWARD, PROLOGUE, GATHERED, REDUCED = "forward", "backward", "prologue", "parameters", "gradients"
 HIDDEN = (GATHERED, REDUCED)
@@ -94,8 +96,8 @@ def count_collectives(
     if local.prologue is not None:
         add(sends(local.prologue, {}), (PROLOGUE, PROLOGUE), (1, 0))
     count = sum(rows.values())
-    for bucket in buckets(local):
-        add(sends_of(bucket, local), HIDDEN, (1, (count if bucket.reduce == "microbatch" else 1) * train))
+    for bucket, *times in ways_of(local, units_of(local)).moves(count, train=train):
+        add(sends_of(bucket, local), HIDDEN, (times[0], times[1]))
     return tuple(_row(key, found[key], size[key], mesh) for key in sorted(found) if found[key])
 
 
@@ -119,7 +121,7 @@ def sends_of(bucket: Bucket, local: Local) -> list[Sent]:
     for use in (local.parameters[i] for i in bucket.members):
         graph = local.enter[use.fqn]
         every += sends(graph, {n.name: use.trainable for n in graph.graph.nodes if n.op == "placeholder"})
-    if bucket.chains is None:
+    if any(isinstance(link, Alone) for link in bucket.chains[0]):
         return every
     size: Counter[Sent] = Counter()
     for sent in every:

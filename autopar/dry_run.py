@@ -18,9 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.passes.lower import Local, ParameterUse
-from autopar.runtime.buckets import buckets
 from autopar.runtime.collectives import kept_apart
-from autopar.runtime.program import Batch, Held, Program
+from autopar.runtime.program import Batch, Program
+from autopar.runtime.run import units_of
+from autopar.runtime.weights import Weights, ways_of
 
 if TYPE_CHECKING:
     from autopar.capture import Capture
@@ -172,7 +173,8 @@ class _Dry(Program):
     def __init__(self, local: Local, captured: Capture, fakes: FakeTensorMode) -> None:
         self.local, self.mesh = local, local.mesh
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
-        self.buckets, self.seed, self.steps = buckets(local), 0, 0
+        self.units = units_of(local)
+        self.ways, self.seed, self.steps = ways_of(local, self.units), 0, 0
         self.tensors = _Buffers({n: _like(captured.buffers[n]) for n in local.buffers})
         self.constants = [_like(captured.constants[n]) for n in local.constants]
         self.rests = {u.fqn: self._rest(u) for u in local.parameters}
@@ -187,19 +189,19 @@ class _Dry(Program):
         """What the optimizer updates."""
         return [t for t in self.rests.values() if t.requires_grad]
 
+    @torch.no_grad()
     def run(self) -> None:
         """`step`, but for what needs other ranks."""
-        batch, held = self._inputs(), self._enter()
-        _, updates = self._loop(batch, held, 1, train=True)
-        self._reduce(held, again=False)
-        for h in held:
-            if h.rest.grad is not None:
-                self.rests[h.use.fqn].grad = h.rest.grad.contiguous()
+        batch, weights = self._inputs(), self._weights(train=True)
+        _, updates = self._loop(batch, weights, 1, train=True)
+        for i, gradient in weights.finish().items():
+            self.rests[self.local.parameters[i].fqn].grad = gradient
         self._write(updates)
 
-    def _hold(self, use: ParameterUse) -> Held:
-        rest = self.rests[use.fqn].detach().requires_grad_(use.trainable)
-        return Held(use, rest, rest, rest)  # type: ignore[arg-type]
+    def _weights(self, *, train: bool) -> Weights:
+        uses = self.local.parameters
+        rests = [self.rests[u.fqn].detach() for u in uses]
+        return Weights(self.ways, uses, rests, [u.trainable for u in uses], len(self.rows), train=train)
 
     def _inputs(self) -> Batch:
         pieces = []

@@ -19,6 +19,7 @@ from autopar.passes.complete_layouts import Cut, batch_cuts
 from autopar.passes.completion import is_op, result_slots
 from autopar.passes.divide_work import flops
 from autopar.passes.facts import Strategy, fact, is_tensor, operand_nodes, value
+from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.sequence import DIVIDE, Along, along_sequence
 
@@ -138,5 +139,6 @@ def _cut(layout: Layout, axis: int) -> Cut | None:
 
 
 def _rests_in_pieces(gm: fx.GraphModule, axis: int) -> bool:
-    known = [fact(n) for n in gm.graph.nodes if n.op == "get_attr"]
-    return any(k.rest and k.use and k.rest.kinds[axis] == "S" != k.use.kinds[axis] for k in known)
+    leaves = [n for n in gm.graph.nodes if n.op == "get_attr"]
+    pairs = [(fact(n).rest, produced_layout(n)) for n in leaves if fact(n).strategy is not None]
+    return any(rest is not None and rest.kinds[axis] == "S" != use.kinds[axis] for rest, use in pairs)

@@ -27,7 +27,8 @@ def predict_bytes(local: Local, captured: Capture, ran: Ran) -> dict[str, float]
     A gradient that adds up in another layout than it rests in (``accumulator_bytes``) is held beside it. Where both are
     whole (rest ``I``, use ``R``) the one becomes the other and counts once.
     """
-    rests, entered = _rests(local, captured), [u for u in local.parameters if _copied(local, u)]
+    rests = _rests(local, captured)
+    entered = [u for u in local.parameters if u.gather != "use" and _copied(local, u)]
     with_gradient = [u for u in local.parameters if u.fqn in ran.reached]
     gradients = sum(_piece(local, u, u.rest) for u in with_gradient)
     adding_up = [u for u in entered if u.fqn in ran.reached and u.reduce == "step"]
@@ -37,8 +38,8 @@ def predict_bytes(local: Local, captured: Capture, ran: Ran) -> dict[str, float]
         "optimizer_bytes": ADAMW_STATES * gradients,
         "saved_bytes": ran.saved,
         "gathered_held_bytes": ran.gathered,
-        "gathered_step_bytes": sum(_piece(local, u, u.entry) for u in entered),
-        "accumulator_bytes": sum(_piece(local, u, u.entry) for u in adding_up),
+        "gathered_step_bytes": sum(_piece(local, u, u.use) for u in entered),
+        "accumulator_bytes": sum(_piece(local, u, u.use) for u in adding_up),
         "inputs_bytes": _inputs(local),
         "buffers_bytes": _nbytes([*captured.buffers.values(), *(captured.constants[n] for n in local.constants)]),
     }

@@ -26,10 +26,9 @@ from autopar.passes.price import Prices, local_bytes, prices
 from autopar.passes.saves import Call, call_of
 from autopar.passes.strategy import strategy
 from autopar.plan import Plan
-from autopar.runtime.buckets import buckets
+from autopar.runtime.run import units_of
+from autopar.runtime.weights import ways_of
 from autopar.solver.cost import roofline
-
-FORWARDS = {"use": 2}  # how often a parameter gathered at each use is: autograd lets go of it, backward gathers again
 
 
 @dataclass(frozen=True)
@@ -76,26 +75,17 @@ def _ops(graph: fx.GraphModule) -> Iterator[fx.Node]:
 
 
 def _gathered(node: fx.Node, plan: Plan, mesh: Mesh) -> int:
-    """Bytes of the weights that are gathered for this op alone."""
+    """Bytes of the weights that this op reads and that are gathered at each use."""
     found, total = fact(node).strategy, 0
     assert found is not None
     for operand, layout in zip(operand_nodes(node), found.operands, strict=True):
-        root = _root(operand)
-        if root is not operand and _gather(plan, root) == "use":
+        root = operand
+        while root.target is change:
+            (root,) = operand_nodes(root)
+        parameter = plan.parameters.get(str(root.target)) if root.op == "get_attr" else None
+        if parameter is not None and parameter.gather == "use":
             total += local_bytes(value(operand), layout, mesh)
     return total
-
-
-def _root(node: fx.Node) -> fx.Node:
-    """The tensor of which changes of layout made this one."""
-    while node.target is change:
-        (node,) = operand_nodes(node)
-    return node
-
-
-def _gather(plan: Plan, root: fx.Node) -> str:
-    found = plan.parameters.get(str(root.target)) if root.op == "get_attr" else None
-    return "never" if found is None else found.gather
 
 
 @dataclass(frozen=True)
@@ -119,16 +109,14 @@ def moved_in(graph: fx.GraphModule, plan: Plan, mesh: Mesh, times: int, *, train
             continue
         forward, backward = _both_ways(node.meta["change"], value(node), mesh, train=train)
         if node in weights:
-            forwards = FORWARDS.get(_gather(plan, _root(node)), 1) if train else 1
-            hidden += times * (forwards * forward + backward)
+            hidden += times * (forward + backward)
         else:
             exposed += times * (forward + backward)
     return Moved(exposed, hidden)
 
 
 def moved_on_entry(local: Local, mesh: Mesh, times: int, *, train: bool) -> Moved:
-    """Rest -> entry of all parameters, once a step, and their gradients' way back: bytes by parameter, latencies by
-    bucket."""
+    """Rest -> use of all parameters, and their gradients' way back: bytes by parameter, latencies by bucket."""
     latency, moving = entry_seconds(local, mesh, times, train=train)
     return Moved(0.0, latency + moving)
 
@@ -136,23 +124,23 @@ def moved_on_entry(local: Local, mesh: Mesh, times: int, *, train: bool) -> Move
 def entry_seconds(local: Local, mesh: Mesh, times: int, *, train: bool) -> tuple[float, float]:
     """The seconds of `moved_on_entry`: latencies, and what bytes take."""
     latency = moving = 0.0
-    for bucket in buckets(local):
-        again = (times if bucket.reduce == "microbatch" else 1) * train
-        ways = [_on_entry(local.parameters[i], local, mesh, again) for i in bucket.members]
+    for bucket, there, back in ways_of(local, units_of(local)).moves(times, train=train):
+        ways = [_on_entry(local.parameters[i], local, mesh, there, back) for i in bucket.members]
         latency += max(fixed for fixed, _ in ways)
         moving += sum(bytes_s for _, bytes_s in ways)
     return latency, moving
 
 
-def _on_entry(use: ParameterUse, local: Local, mesh: Mesh, again: int) -> tuple[float, float]:
-    """Seconds of one parameter: the latencies of its way, and what its bytes take; the way back ``again`` times."""
+def _on_entry(use: ParameterUse, local: Local, mesh: Mesh, there: int, back: int) -> tuple[float, float]:
+    """Seconds of one parameter that goes so often from rest to use, and its gradient back: the latencies, and what its
+    bytes take."""
     v, latency, moving = Value(use.shape, use.dtype, use.trainable), 0.0, 0.0
-    for step in path(use.rest, use.entry, v, local.mesh) or ():
+    for step in path(use.rest, use.use, v, local.mesh) or ():
         nbytes = held(step, v, mesh)
         fixed, per_byte = terms(step.row, step.axis, False, mesh)
         fixed_both, per_byte_both = terms(step.row, step.axis, v.grad, mesh)
-        latency += fixed + again * (fixed_both - fixed)
-        moving += nbytes * (per_byte + again * (per_byte_both - per_byte))
+        latency += there * fixed + back * (fixed_both - fixed)
+        moving += nbytes * (there * per_byte + back * (per_byte_both - per_byte))
     return latency, moving
 
 

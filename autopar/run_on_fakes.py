@@ -1,7 +1,7 @@
 """The emitted body run on fake tensors, node by node: what autograd keeps of a microbatch, and its FLOPs.
 
-Storages count once. Those of parameters, buffers and inputs are held anyway and do not count; those of weights that the
-body gathers at each use are apart.
+Storages count once. Those of parameters, buffers and inputs are held anyway and do not count; those of weights that are
+gathered at each use are apart.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ class Run(fx.Interpreter):
         super().__init__(graph)
         self.held: list[weakref.ref[_Held]] = []
         self.stands_for: dict[int, int] = {}  # key of a storage -> of the one that it shares in a real run
-        self.own = {_key(t) for t in _tensors(inputs)}
         self.weights = {_key(t) for t in gathered}
+        self.own = {_key(t) for t in _tensors(inputs)} - self.weights
         self.alive: list[torch.UntypedStorage] = []  # so that no key above is given to another storage
         self.live: dict[fx.Node, dict[int, int]] = {}
         self.most = self.flops = 0

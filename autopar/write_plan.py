@@ -170,7 +170,7 @@ def _rests(nodes: Mapping[str, fx.Node]) -> dict[str, Layout]:
 
 def _parameter(captured: Capture, node: fx.Node, rest: Layout, mesh: Mesh) -> Parameter:
     fqn, v, known = str(node.target), value(node), fact(node)
-    use = known.use or produced_layout(node)
+    use = produced_layout(node)
     moves = needs_change(rest, use)
     summed = v.grad and any(use.kinds[i] == "R" and mesh.axes[i].size > 1 for i in mesh.space)
     trainable = captured.parameters[fqn].requires_grad

@@ -186,10 +186,9 @@ def treat_by_stage(node: fx.Node, use: Layout, zero: int, over: Collection[int],
 
 
 def treat(node: fx.Node, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh) -> None:
-    """Write down how a parameter (its get_attr) is treated; the strategy is then how the program takes it."""
-    entry = rest_as_entry(rest, use, mesh) if gather == "use" else use
-    plan = Strategy((), tuple(range(len(mesh.axes))), (), (entry,))
-    node.meta[KEY] = replace(fact(node), strategy=plan, rest=rest, use=use, gather=gather, reduce=reduce)
+    """Write down how a parameter (its get_attr) is treated; the strategy is then how ops read it."""
+    plan = Strategy((), tuple(range(len(mesh.axes))), (), (use,))
+    node.meta[KEY] = replace(fact(node), strategy=plan, rest=rest, gather=gather, reduce=reduce)
 
 
 def needs_change(rest: Layout, use: Layout) -> bool:
@@ -212,21 +211,6 @@ def resting(v: Value, use: Layout, mesh: Mesh, over: Collection[int]) -> Layout:
         if use.kinds[axis] != "S" and mesh.axes[axis].size > 1:
             rest = _zero_shard(v, rest, axis, mesh)
     return rest
-
-
-def rest_as_entry(rest: Layout, use: Layout, mesh: Mesh) -> Layout:
-    """What the program takes of a parameter that is gathered per use: ``use``, cut as ``rest`` is where it has no cut.
-
-    >>> mesh = Mesh((Axis("dp", 2), Axis("tp", 2)))
-    >>> str(rest_as_entry(Layout.parse("S1 S0", 2), Layout.parse("R S0(4+2)", 2), mesh))
-    'S1 S0(4+2)'
-    """
-    entry = use
-    for dim, split in enumerate(rest.dims):
-        for axis in split.axes:
-            if use.kinds[axis] != "S":
-                entry = entry.with_shard(axis, dim, entry.dims[dim].parts, entry.dims[dim].items)
-    return entry
 
 
 def _zero_shard(v: Value, rest: Layout, axis: int, mesh: Mesh) -> Layout:

@@ -74,7 +74,6 @@ class Fact:
     strategy: Strategy | None = None  # after complete_layouts
     prologue: bool = False  # after hoist_normalisers: computed once a step on the whole batch
     rest: Layout | None = None  # after complete_layouts, parameters only: how it is held between steps
-    use: Layout | None = None  # likewise: in which layout it is read; the strategy has how the program takes it
     gather: str = "never"  # likewise: when rest becomes use, "never", once a "step" or at every "use"
     reduce: str = "step"  # likewise: when its gradient is reduced, once a "step" or per "microbatch"
     unit: int | None = None  # in an applied plan, ops only: index of the plan's unit; changes have their reader's

@@ -10,11 +10,11 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.passes.changes import path, price
-from autopar.passes.complete_layouts import needs_change, rest_as_entry, resting
+from autopar.passes.changes import path
+from autopar.passes.complete_layouts import needs_change, resting
 from autopar.passes.facts import Value
 from autopar.passes.layout import Layout, Mesh, Split
 from autopar.passes.moves import held, terms
@@ -39,29 +39,28 @@ class Together:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """``entry``: as what the program takes it. Seconds: ``enter`` once a step from rest to entry, ``leave`` each time
-    that the gradient goes that way back, both with a part of the latencies (`Together`); ``again`` of every change from
-    entry to use and back, in each microbatch."""
+    """Seconds, with a part of the latencies (`Together`): ``enter`` each time that it goes from rest to use, ``leave``
+    each time that its gradient goes that way back."""
 
     rest: Layout
     use: Layout
-    entry: Layout
     gather: str
     reduce: str
     enter_s: float
     leave_s: float
-    again_s: float = 0.0
 
     def __str__(self) -> str:
         return f"{self.rest} -> {self.use}, gather {self.gather}, reduce {self.reduce}"
 
     def seconds(self, microbatches: int) -> float:
         """Of communication a step."""
+        enters = GATHERS * microbatches if self.gather == "use" else 1
         leaves = microbatches if self.reduce == "microbatch" else 1
-        return self.enter_s + leaves * self.leave_s + microbatches * self.again_s
+        return enters * self.enter_s + leaves * self.leave_s
 
 
 ALONE = Together()
+GATHERS = 2  # of a parameter gathered at each use, in a microbatch: for forward, and again for backward
 
 
 @lru_cache(maxsize=1 << 12)
@@ -90,7 +89,8 @@ def parameter_states(
         for rest in sharded:
             for stage, (gather, reduce) in STAGES.items():
                 if zero is None or stage == zero:
-                    found.append(_sharded(v, rest, use, gather, reduce if v.grad else "never", mesh, together))
+                    way = _entering(v, rest, use, mesh, together)
+                    found.append(ParameterState(rest, use, gather, reduce if v.grad else "never", *way))
     return list(dict.fromkeys(found))
 
 
@@ -103,23 +103,12 @@ def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh, together: Together) 
     moves = needs_change(rest, use)
     reduces = v.grad and (moves or any(use.kinds[a] == "R" and mesh.axes[a].size > 1 for a in mesh.space))
     gather, reduce = "step" if moves else "never", "step" if reduces else "never"
-    return ParameterState(rest, use, use, gather, reduce, *_entering(v, rest, use, mesh, together))
-
-
-def _sharded(
-    v: Value, rest: Layout, use: Layout, gather: str, reduce: str, mesh: Mesh, together: Together
-) -> ParameterState:
-    if gather == "step":
-        return ParameterState(rest, use, use, gather, reduce, *_entering(v, rest, use, mesh, together))
-    entry = rest_as_entry(rest, use, mesh)
-    forward, backward = _way(v, entry, use, mesh)  # gathered in forward and again in backward
-    enter = _entering(v, rest, entry, mesh, together)
-    return ParameterState(rest, use, entry, gather, reduce, *enter, 2 * forward + backward)
+    return ParameterState(rest, use, gather, reduce, *_entering(v, rest, use, mesh, together))
 
 
 @lru_cache(maxsize=1 << 16)
 def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh, together: Together) -> tuple[float, float]:
-    """As `_way`, with a part of the latencies."""
+    """Seconds of the values' way from source to target, and of the gradients' way back."""
     steps = path(source, target, v, mesh)
     assert steps is not None, f"no way from {source} to {target}"
     sizes = [held(s, v, mesh) for s in steps]
@@ -130,12 +119,3 @@ def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh, together: To
         seconds.append(sum(part * fixed + size * slope for size, (fixed, slope) in zip(sizes, both, strict=True)))
     forward, total = seconds
     return forward, total - forward
-
-
-@lru_cache(maxsize=1 << 16)
-def _way(v: Value, source: Layout, target: Layout, mesh: Mesh) -> tuple[float, float]:
-    """Seconds of the values' way from source to target, and of the gradients' way back."""
-    steps = path(source, target, v, mesh)
-    assert steps is not None, f"no way from {source} to {target}"
-    forward = sum(price(s, replace(v, grad=False), mesh) for s in steps)
-    return forward, sum(price(s, v, mesh) for s in steps) - forward

@@ -51,10 +51,8 @@ def random_layouts(
     for node in gm.graph.nodes:
         if node.op == "get_attr" and node.target in parameters:
             rest = _random(value(node), state.leaves[node], mesh, rng, "I", uneven=True, shuffle=not one_nesting)
-            entry = (
-                rest if rng.random() < 0.4 else _random(value(node), state.leaves[node], mesh, rng, "IR", uneven=True)
-            )
-            node.meta[KEY] = replace(fact(node), strategy=Strategy((), state.order, (), (entry,)), rest=rest)
+            use = rest if rng.random() < 0.4 else _random(value(node), state.leaves[node], mesh, rng, "IR", uneven=True)
+            node.meta[KEY] = replace(fact(node), strategy=Strategy((), state.order, (), (use,)), rest=rest)
         elif node.op == "placeholder":
             layout = state.leaves[node]
             if node.name not in hoisted:

@@ -1,9 +1,11 @@
-"""Buckets: parameters that enter the program alike do so together, and their gradients go back together.
+"""Buckets: parameters that go the same way from rest to use do so together, and their gradients go back together.
 
-The way of a parameter from rest to entry is a chain of library ops (`lower.enter_graph`). Parameters of one dtype whose
-chains are the same ops over the same groups share a bucket of up to `CAP` bytes: each op then sends one flat buffer for
-all of them. Pieces are padded, cut and joined by the same functions as in the ops themselves. Chains with other ops
-have a bucket each, and run as they are.
+The way of a parameter is a chain of library ops (`lower.enter_graph`). Parameters of one dtype whose chains are the
+same ops over the same groups share a bucket of up to `CAP` bytes: each op then sends one flat buffer for all of them.
+Pieces are padded, cut and joined by the same functions as in the ops themselves. An op that has no link of its own
+runs as it is, for one parameter alone.
+
+A bucket under way is a `Flight`: its collective is launched, and waited for where the tensors are needed.
 
 Every rank makes the same buckets in the same order: they depend on sizes of the largest rank only.
 """
@@ -11,98 +13,128 @@ Every rank makes the same buckets in the same order: they depend on sizes of the
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 
-from autopar.runtime.collectives import launch, wait
+from autopar.runtime.collectives import sent
+from autopar.runtime.library import ADJOINTS
 from autopar.runtime.pieces import Runs, exchange, join, pieces, split, total, widen
 
 if TYPE_CHECKING:
     from autopar.passes.lower import Local, ParameterUse
 
-CAP = 25 * 2**20  # bytes of a bucket as entered, DDP's default; a larger parameter has a bucket to itself
+CAP = 25 * 2**20  # bytes of a bucket as used, DDP's default; a larger parameter has a bucket to itself
+
+Moving = Generator[None, None, list[Tensor]]
+"""Yields after each collective that it has launched; returns the tensors."""
+
+
+class Flight:
+    """What a bucket brings, under way: its first collective is launched. ``members``: places in `Local.parameters`."""
+
+    def __init__(self, members: Sequence[int], moving: Moving) -> None:
+        self.members, self._moving = tuple(members), moving
+        self._done: list[Tensor] | None = None
+        self._advance()
+
+    def _advance(self) -> None:
+        try:
+            next(self._moving)
+        except StopIteration as stop:
+            self._done = stop.value
+
+    def land(self) -> list[tuple[int, Tensor]]:
+        """(member, tensor) of all, once they may be read. Collectives after the first are launched and waited for."""
+        while self._done is None:
+            self._advance()
+        landed, self._done = self._done, []
+        return list(zip(self.members, landed, strict=True))
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """``members``: places in `Local.parameters`; ``chains``: the links of each, equal in `Link.key`; None where the one
-    member runs through its enter graph. ``reduce``: when the gradients go back."""
+    """``members``: places in `Local.parameters`; ``chains``: the links of each, equal in `Link.key`."""
 
     members: tuple[int, ...]
-    chains: tuple[tuple[Link, ...], ...] | None
-    reduce: str
+    chains: tuple[tuple[Link, ...], ...]
 
-    @torch.no_grad()
-    def enter(self, rests: Sequence[Tensor]) -> list[Tensor]:
-        """The members as the program takes them, from their pieces at rest; may return what it was given."""
-        assert self.chains is not None
-        tensors = list(rests)
+    @property
+    def passes_on(self) -> bool:
+        """Whether a gradient may come back as the tensor that it was."""
+        return all(isinstance(link, (Invariant, Alone)) for link in self.chains[0])
+
+    def enter(self, rests: Sequence[Tensor]) -> Flight:
+        """The members as units read them, from their pieces at rest; may bring what it was given."""
+        return Flight(self.members, self._there(list(rests)))
+
+    def leave(self, gradients: Sequence[Tensor | None]) -> Flight:
+        """The members' gradients as they rest, contiguous; those that are None stay where they are."""
+        there = [i for i, g in enumerate(gradients) if g is not None]
+        chains = [self.chains[i] for i in there]
+        return Flight([self.members[i] for i in there], _back(chains, [g for g in gradients if g is not None]))
+
+    def _there(self, tensors: list[Tensor]) -> Moving:
         for links in zip(*self.chains, strict=True):
-            tensors = links[0].forward(links, tensors)
+            tensors = yield from links[0].forward(links, tensors)
         return tensors
 
-    @torch.no_grad()
-    def leave(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The members' gradients as they rest, contiguous; None stays None."""
-        assert self.chains is not None
-        there = [i for i, g in enumerate(gradients) if g is not None]
-        tensors = [g for g in gradients if g is not None]
-        for links in reversed(list(zip(*(self.chains[i] for i in there), strict=True))):
-            tensors = links[0].backward(links, tensors)
-        back = dict(zip(there, tensors, strict=True))
-        return [back.get(i) for i in range(len(gradients))]
+
+def _back(chains: Sequence[tuple[Link, ...]], tensors: list[Tensor]) -> Moving:
+    for links in reversed(list(zip(*chains, strict=True))):
+        step = links[0].backward(links, tensors)
+        del tensors  # held by the link alone, until it is sent
+        tensors = yield from step
+    return [t.contiguous() for t in tensors]
 
 
-def buckets(local: Local, cap: int = CAP) -> tuple[Bucket, ...]:
-    """The buckets of the parameters that do not enter as they rest, in the order of their first members."""
-    made: list[tuple[list[int], list[tuple[Link, ...]] | None]] = []
-    opened: dict[Any, tuple[int, int]] = {}  # key -> (place in made, bytes so far)
-    for i, use in enumerate(local.parameters):
+def buckets(
+    local: Local,
+    members: Iterable[int],
+    cap: int = CAP,
+    apart: Callable[[ParameterUse], Hashable] = lambda use: None,
+) -> tuple[Bucket, ...]:
+    """The buckets of some parameters, filled and listed in the order of ``members``; those that are used as they rest
+    have none. ``apart``: what members of one bucket have in common besides their way."""
+    made: list[tuple[list[int], list[tuple[Link, ...]]]] = []
+    opened: dict[Hashable, tuple[int, int]] = {}  # key -> (place in made, bytes so far)
+    for i in members:
+        use = local.parameters[i]
         if use.fqn not in local.enter:
             continue
         links = chain(local.enter[use.fqn])
-        if links is None:
-            made.append(([i], None))
-            continue
-        key, size = (use.dtype, use.reduce, tuple(link.key for link in links)), _size(local, use)
+        key, size = (use.dtype, apart(use), tuple(link.key for link in links)), _size(local, use)
         place, full = opened.get(key, (-1, cap))
         if place < 0 or full + size > cap:
             place, full = len(made), 0
             made.append(([], []))
-        members, chains = made[place]
-        assert chains is not None
-        members.append(i)
-        chains.append(links)
+        made[place][0].append(i)
+        made[place][1].append(links)
         opened[key] = (place, full + size)
-    return tuple(
-        Bucket(tuple(members), None if chains is None else tuple(chains), local.parameters[members[0]].reduce)
-        for members, chains in made
-    )
+    return tuple(Bucket(tuple(places), tuple(chains)) for places, chains in made)
 
 
 def _size(local: Local, use: ParameterUse) -> int:
-    """Bytes of the entry on the rank that holds most, so that all ranks agree."""
+    """Bytes as used on the rank that holds most, so that all ranks agree."""
     first = (0,) * len(local.mesh.axes)
-    return math.prod(use.entry.local_shape(use.shape, local.mesh, first)) * use.dtype.itemsize
+    return math.prod(use.use.local_shape(use.shape, local.mesh, first)) * use.dtype.itemsize
 
 
-def chain(graph: fx.GraphModule) -> tuple[Link, ...] | None:
-    """The links of an enter graph; None where it has an op that is none of them."""
+def chain(graph: fx.GraphModule) -> tuple[Link, ...]:
+    """The links of an enter graph."""
     found: list[Link] = []
+    waits = False
     for node in graph.graph.nodes:
-        if node.op != "call_function":
+        if node.op != "call_function" or waits:
+            waits = False
             continue
         name = node.target._schema.name.split("::")[1]
-        if name.startswith("wait_"):
-            continue  # of the start before it
         link = _link(name, node.args[1:])
-        if link is None:
-            return None
-        found.append(link)
+        waits = link is not None and name.startswith("start_")  # the node after it, of the same link
+        found.append(link or Alone(node.target, tuple(node.args[0].meta["val"].shape), tuple(node.args[1:])))
     return tuple(found)
 
 
@@ -122,19 +154,19 @@ def _link(name: str, args: Sequence[Any]) -> Link | None:
 
 class Link:
     """One op of a chain. ``forward`` and ``backward`` do it for all members of a bucket at once, each of which has a
-    link of its own; ``self`` is any of them. Groups, their size ``n`` and the place ``c`` in them are the same in all.
-    """
+    link of its own; ``self`` is any of them. What they are given they let go of once it is sent. Groups, their size
+    ``n`` and the place ``c`` in them are the same in all."""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What members of one bucket have in common."""
         raise NotImplementedError
 
-    def forward(self, links: Sequence[Any], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Values one step nearer to the entry."""
+    def forward(self, links: Sequence[Any], tensors: Sequence[Tensor]) -> Moving:
+        """Values one step nearer to use."""
         raise NotImplementedError
 
-    def backward(self, links: Sequence[Any], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, links: Sequence[Any], gradients: Sequence[Tensor]) -> Moving:
         """Gradients one step nearer to rest."""
         raise NotImplementedError
 
@@ -149,15 +181,17 @@ class Replicate(Link):
     def key(self) -> tuple[Any, ...]:
         return "replicate", self.group
 
-    def forward(self, links: Sequence[Replicate], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, links: Sequence[Replicate], tensors: Sequence[Tensor]) -> Moving:
+        yield from ()
         return [t.contiguous() for t in tensors]
 
-    def backward(self, links: Sequence[Replicate], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, links: Sequence[Replicate], gradients: Sequence[Tensor]) -> Moving:
         if len(gradients) == 1:  # into a new tensor: a gradient may share its memory
             (own,) = gradients
-            return [_sent("all_reduce", own.contiguous(), self.group, "sum")]
-        flat = torch.cat([g.reshape(-1) for g in gradients])
-        return _cut(_sent("all_reduce_", flat, self.group, "sum"), [g.shape for g in gradients])
+            return [(yield from sent("all_reduce", self.group, own.contiguous(), "sum"))]
+        shapes, flat = [g.shape for g in gradients], torch.cat([g.reshape(-1) for g in gradients])
+        del gradients
+        return _cut((yield from sent("all_reduce_", self.group, flat, "sum")), shapes)
 
 
 @dataclass(frozen=True)
@@ -170,10 +204,12 @@ class Invariant(Link):
     def key(self) -> tuple[Any, ...]:
         return "invariant", self.c
 
-    def forward(self, links: Sequence[Invariant], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, links: Sequence[Invariant], tensors: Sequence[Tensor]) -> Moving:
+        yield from ()
         return [t.contiguous() for t in tensors]
 
-    def backward(self, links: Sequence[Invariant], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, links: Sequence[Invariant], gradients: Sequence[Tensor]) -> Moving:
+        yield from ()
         if self.c:
             return [torch.zeros_like(g, memory_format=torch.contiguous_format) for g in gradients]
         return [g.contiguous() for g in gradients]
@@ -200,22 +236,24 @@ class Gather(Link):
         """What each coordinate holds of ``dim``; 0 holds most."""
         return pieces(list(self.parts), self.n, self.items)
 
-    def forward(self, links: Sequence[Gather], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, links: Sequence[Gather], tensors: Sequence[Tensor]) -> Moving:
         padded = [widen(t, link.dim, total(link.held[0])) for link, t in zip(links, tensors, strict=True)]
         flat = _joined([p.reshape(-1) for p in padded])
-        every = _sent("all_gather_into_tensor", flat, self.group, self.n).view(self.n, -1)
-        stacks = _cut(every, [p.shape for p in padded])
+        shapes = [p.shape for p in padded]
+        del padded
+        every = yield from sent("all_gather_into_tensor", self.group, flat, self.n)
+        stacks = _cut(every.view(self.n, -1), shapes)
         return [join(stack, link.dim, link.held) for link, stack in zip(links, stacks, strict=True)]
 
-    def backward(self, links: Sequence[Gather], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, links: Sequence[Gather], gradients: Sequence[Tensor]) -> Moving:
         stacks = [split(g, k.dim, k.held, total(k.held[0])) for k, g in zip(links, gradients, strict=True)]
         if self.dual == "slice":
             own = [stack[self.c] for stack in stacks]
         else:
-            flat = _joined([stack.reshape(self.n, -1) for stack in stacks])
-            own = _cut(
-                _sent("reduce_scatter_tensor", flat.view(-1), self.group, "sum", self.n), [s.shape[1:] for s in stacks]
-            )
+            shapes = [s.shape[1:] for s in stacks]
+            flat = _joined([stack.reshape(self.n, -1) for stack in stacks]).view(-1)
+            del stacks, gradients
+            own = _cut((yield from sent("reduce_scatter_tensor", self.group, flat, "sum", self.n)), shapes)
         cut = (t.narrow(k.dim, 0, total(k.held[k.c])) for k, t in zip(links, own, strict=True))
         return [t.clone(memory_format=torch.contiguous_format) for t in cut]
 
@@ -237,13 +275,13 @@ class Recut(Link):
     def key(self) -> tuple[Any, ...]:
         return "recut", self.group
 
-    def forward(self, links: Sequence[Recut], tensors: Sequence[Tensor]) -> list[Tensor]:
+    def forward(self, links: Sequence[Recut], tensors: Sequence[Tensor]) -> Moving:
         given, got, widths = zip(*(link.messages for link in links), strict=True)
-        return self._swap(links, tensors, given, got, widths)
+        return (yield from self._swap(links, tensors, given, got, widths))
 
-    def backward(self, links: Sequence[Recut], gradients: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, links: Sequence[Recut], gradients: Sequence[Tensor]) -> Moving:
         given, got, widths = zip(*(link.messages for link in links), strict=True)
-        return self._swap(links, gradients, got, given, widths)
+        return (yield from self._swap(links, gradients, got, given, widths))
 
     @property
     def messages(self) -> tuple[tuple[Runs, ...], tuple[Runs, ...], int]:
@@ -257,16 +295,35 @@ class Recut(Link):
         given: Sequence[tuple[Runs, ...]],
         got: Sequence[tuple[Runs, ...]],
         widths: Sequence[int],
-    ) -> list[Tensor]:
+    ) -> Moving:
         stacks = [split(t, k.dim, runs, w) for t, k, runs, w in zip(tensors, links, given, widths, strict=True)]
         flat, ones = _joined([stack.reshape(self.n, -1) for stack in stacks]), [1] * self.n
-        back = _cut(_sent("all_to_all_single", flat, self.group, ones, ones), [s.shape[1:] for s in stacks])
+        shapes = [s.shape[1:] for s in stacks]
+        del stacks
+        back = _cut((yield from sent("all_to_all_single", self.group, flat, ones, ones)), shapes)
         return [join(t, k.dim, runs) for t, k, runs in zip(back, links, got, strict=True)]
 
 
-def _sent(name: str, flat: Tensor, group: str, *args: Any) -> Tensor:
-    """A functional collective, waited for."""
-    return wait(launch(name, group, flat, *args), group)
+@dataclass(frozen=True, eq=False)
+class Alone(Link):
+    """Any other library op, as it is, of one tensor of this shape."""
+
+    op: Any
+    shape: tuple[int, ...]
+    args: tuple[Any, ...]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "alone", self
+
+    def forward(self, links: Sequence[Alone], tensors: Sequence[Tensor]) -> Moving:
+        yield from ()
+        return [link.op(t, *link.args) for link, t in zip(links, tensors, strict=True)]
+
+    def backward(self, links: Sequence[Alone], gradients: Sequence[Tensor]) -> Moving:
+        yield from ()
+        pairs = zip(links, gradients, strict=True)
+        return [ADJOINTS[k.op._opname](g, torch.Size(k.shape), *k.args) for k, g in pairs]
 
 
 def _joined(rows: Sequence[Tensor]) -> Tensor:
@@ -280,4 +337,4 @@ def _cut(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [t.view(t.shape[:-1] + shape) for t, shape in zip(cut, shapes, strict=True)]
 
 
-__all__ = ["CAP", "Bucket", "Gather", "Invariant", "Link", "Recut", "Replicate", "buckets", "chain"]
+__all__ = ["CAP", "Alone", "Bucket", "Flight", "Gather", "Invariant", "Link", "Recut", "Replicate", "buckets", "chain"]

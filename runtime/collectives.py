@@ -35,7 +35,7 @@ tensor([2, 3, 5])
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -103,6 +103,15 @@ def wait(raw: Tensor, group: str) -> Tensor:
     except RuntimeError as error:
         raise RuntimeError(f"waiting for {_describe(group)}: {error}") from error
     return done
+
+
+def sent(name: str, group: str, *args: Any) -> Generator[None, None, Tensor]:
+    """A functional collective under way: it is launched, and yields once; then it is waited for and returned."""
+    raw = launch(name, group, *args)
+    held = _LATELY[-1]
+    yield
+    _LATELY.append(held)
+    return wait(raw, group)
 
 
 def _alias(raw: Tensor, shape: list[int]) -> Tensor:

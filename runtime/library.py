@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ADJOINTS: dict[str, Callable[..., Any]] = {}  # of differentiable ops, by name: see `differentiable`
 LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]  # lives with the process
 
 
@@ -34,6 +35,7 @@ def differentiable(
         return adjoint(grad, ctx.shape, *ctx.literals), *(None for _ in ctx.literals)
 
     torch.library.register_autograd(f"autopar::{name}", backward, setup_context=setup, lib=LIBRARY)
+    ADJOINTS[name] = adjoint
     return getattr(torch.ops.autopar, name).default
 
 

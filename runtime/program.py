@@ -1,9 +1,9 @@
 """The program of one rank: one step over the whole global batch, microbatch by microbatch.
 
-A step cuts the inputs to this rank's pieces, runs the prologue once, takes the parameters from how they rest to how
-they are used, runs forward and backward of every microbatch, and brings the gradients back to rest, where they add
-to ``.grad`` as ``backward()`` does. Time is the outermost cut of the batch: a rank's own rows come in (microbatch,
-data rank) order.
+A step cuts the inputs to this rank's pieces, runs the prologue once, then forward and backward of every microbatch,
+unit by unit (`runtime.run`), for which parameters go from rest to use and their gradients back (`runtime.weights`),
+where they add to ``.grad`` as ``backward()`` does. Time is the outermost cut of the batch: a rank's own rows come in
+(microbatch, data rank) order.
 """
 
 from __future__ import annotations
@@ -16,61 +16,20 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.passes.layout import PARTIAL, SHARD, Mesh
-from autopar.runtime.buckets import buckets
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import Ranks, naming, placements
 from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local, take
+from autopar.runtime.run import Run, units_of
+from autopar.runtime.units import Fallback
+from autopar.runtime.weights import Weights, ways_of
 
 if TYPE_CHECKING:
-    from autopar.passes.lower import InputUse, Local, OutputUse, ParameterUse
-
-
-@dataclass
-class Held:
-    """One parameter during a step. ``rest``: the piece at rest; ``leaf``: what the microbatches read, and where their
-    gradients add up (``rest`` itself where it is used so); ``entry``: the leaf as an enter graph made it of ``rest``,
-    where the parameter goes through one."""
-
-    use: ParameterUse
-    parameter: DTensor
-    rest: Tensor
-    leaf: Tensor
-    entry: Tensor | None = None
-
-    def take(self) -> Tensor | None:
-        """The gradient that has added up since the last time."""
-        gradient, self.leaf.grad = self.leaf.grad, None
-        return gradient
-
-    def reduce(self, again: bool) -> None:
-        """Take the gradient that has added up back through the enter graph; ``again``: it will be called once more."""
-        gradient = self.take()
-        if self.entry is not None and gradient is not None:
-            torch.autograd.backward(self.entry, gradient, retain_graph=again)
-
-    def add(self, gradient: Tensor | None) -> None:
-        """Add what a bucket has brought back to the gradient at rest."""
-        if self.rest.grad is None or gradient is None:
-            self.rest.grad = self.rest.grad if gradient is None else gradient
-        else:
-            self.rest.grad.add_(gradient)
-
-    def deliver(self) -> None:
-        """Add the step's gradient to the parameter's, as ``backward()`` does; none, where nothing flowed."""
-        if self.rest.grad is None:
-            return
-        old, new = self.parameter.grad, self.rest.grad.contiguous()
-        if old is not None:
-            assert isinstance(old, DTensor) and old.placements == self.parameter.placements, f"{self.use.fqn}.grad"
-            local(old).add_(new)
-            return
-        # what from_local does, without finding out again what the parameter's own description says
-        self.parameter.grad = DTensor(new, self.parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    from autopar.passes.lower import InputUse, Local, OutputUse
 
 
 class Program:
@@ -93,10 +52,16 @@ class Program:
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
         self.constants = [from_rank_0(constants[name], ranks) for name in local.constants]
         names = next((p.device_mesh.mesh_dim_names for p in tensors.parameters() if isinstance(p, DTensor)), None) or ()
-        self.buckets = buckets(local)
+        self.units = units_of(local, ranks.device)
+        self.ways = ways_of(local, self.units)
         self._order = tuple(self.mesh.index(name) for name in names if self.mesh.space)
         self.data_axes = _data_axes(local.inputs, self.mesh)
         self.seed, self.steps, self._compared = seed, 0, False
+
+    @property
+    def fallbacks(self) -> tuple[Fallback, ...]:
+        """The units that autograd runs, since their class could not be traced."""
+        return tuple(dict.fromkeys(f for units in self.units.values() for f in units.fallbacks))
 
     @property
     def data_rank(self) -> int:
@@ -111,6 +76,7 @@ class Program:
         """Into how many pieces the ranks cut the batch."""
         return math.prod(self.mesh.axes[axis].size for axis in self.data_axes)
 
+    @torch.no_grad()
     def step(
         self, inputs: Sequence[Tensor], *, inputs_are: str = "global", outputs: bool = False
     ) -> tuple[Tensor, ...]:
@@ -126,11 +92,9 @@ class Program:
         """
         with naming(self.ranks, self.steps + 1):
             batch = self._batch(inputs, inputs_are)
-            held = self._enter()
-            made, updates = self._loop(batch, held, len(self.local.outputs) if outputs else 1, train=True)
-            self._reduce(held, again=False)
-            for h in held:
-                h.deliver()
+            weights = self._weights(train=True)
+            made, updates = self._loop(batch, weights, len(self.local.outputs) if outputs else 1, train=True)
+            self._deliver(weights.finish())
             self._write(updates)
             loss = sum((m[0] for m in made[1:]), made[0][0])
             assert isinstance(loss, Tensor)
@@ -143,8 +107,8 @@ class Program:
         Buffers are updated as the captured forward does."""
         with naming(self.ranks, self.steps + 1):
             batch = self._batch(inputs, inputs_are)
-            held = self._enter()
-            made, updates = self._loop(batch, held, len(self.local.outputs), train=False)
+            weights = self._weights(train=False)
+            made, updates = self._loop(batch, weights, len(self.local.outputs), train=False)
             self._write(updates)
             self.steps += 1
             return tuple(self._assemble(made, range(len(self.local.outputs))))
@@ -155,75 +119,56 @@ class Program:
             return clip_grad_norm_(self.tensors, self.ranks, max_norm, norm_type, error_if_nonfinite)
 
     def _loop(
-        self, batch: Batch, held: list[Held], keep: int, train: bool
+        self, batch: Batch, weights: Weights, keep: int, train: bool
     ) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
         """Every microbatch in turn: (the first ``keep`` outputs of each, buffer updates of the last)."""
         buffers = [self.tensors.get_buffer(name) for name in self.local.buffers]
-        fixed = [*(h.leaf for h in held), *buffers, *self.constants]
         key = random_key(self.seed, self.steps)
+        weights.arrive()
         hoisted: tuple[Tensor, ...] = ()
         if self.local.prologue is not None:
-            with torch.no_grad():
-                hoisted, _ = self.local.prologue(*fixed, *batch.whole, key)
+            hoisted, _ = self.local.prologue(*weights.read, *buffers, *self.constants, *batch.whole, key)
+        weights.release()
+        given = {"buffer": buffers, "constant": self.constants, "hoisted": hoisted, "key": [key]}
         made: list[tuple[Tensor, ...]] = []
         updates: tuple[Tensor, ...] = ()
         for m, rows in enumerate(self.rows):
-            body = self._body(rows)
-            outs, updates = body(*fixed, *batch.pieces[m], *hoisted, m, key)
-            outs = outs[:keep]  # what nobody asked for is not held during backward
+            run = Run(self.units[rows], {**given, "input": batch.pieces[m], "microbatch": [m]}, weights)
+            outs, updates = run.forward(keep, train=train)
             if train:
-                if not outs[0].requires_grad:
-                    raise AutoparError(
-                        "step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode."
-                    )
-                torch.autograd.backward(outs[0])
-                if m + 1 < len(self.rows):
-                    self._reduce(held, again=True)
-            made.append(tuple(out.detach() for out in outs))
-            del outs
+                run.backward(last=m + 1 == len(self.rows))
+            made.append(outs)
         return made, updates
 
-    def _body(self, rows: int) -> fx.GraphModule:
-        if self.mesh.time is None:
-            (only,) = self.local.body.values()
-            return only
-        return self.local.body[rows]
+    def _weights(self, *, train: bool) -> Weights:
+        """The parameters at the start of a step."""
+        rests, wanted = [], []
+        for use in self.local.parameters:
+            parameter = self.tensors.get_parameter(use.fqn)
+            assert isinstance(parameter, DTensor)
+            if parameter.requires_grad and not use.trainable:
+                raise AutoparError(f"{use.fqn}: was frozen when compiled and now requires a gradient. Compile again.")
+            there = placements(use.rest, self._order) == list(parameter.placements)
+            assert there, f"{use.fqn} does not rest as {use.rest}"
+            rests.append(local(parameter).detach())
+            wanted.append(parameter.requires_grad)
+        if train and not any(wanted[i] for i in self.ways.reached):
+            raise AutoparError("step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode.")
+        return Weights(self.ways, self.local.parameters, rests, wanted, len(self.rows), train=train)
 
-    def _enter(self) -> list[Held]:
-        """All parameters, from rest to entry: bucket by bucket."""
-        held = [self._hold(use) for use in self.local.parameters]
-        for bucket in self.buckets:
-            members = [held[i] for i in bucket.members]
-            if bucket.chains is None:
-                (h,) = members
-                h.entry = self.local.enter[h.use.fqn](h.rest)
-                entries = [h.entry]
-            else:
-                entries = bucket.enter([h.rest for h in members])
-            for h, entry in zip(members, entries, strict=True):
-                h.leaf = entry.detach().requires_grad_(h.rest.requires_grad)
-        return held
-
-    def _hold(self, use: ParameterUse) -> Held:
-        parameter = self.tensors.get_parameter(use.fqn)
-        assert isinstance(parameter, DTensor)
-        if parameter.requires_grad and not use.trainable:
-            raise AutoparError(f"{use.fqn}: was frozen when compiled and now requires a gradient. Compile again.")
-        assert placements(use.rest, self._order) == list(parameter.placements), f"{use.fqn} does not rest as {use.rest}"
-        rest = local(parameter).detach().requires_grad_(parameter.requires_grad and torch.is_grad_enabled())
-        return Held(use, parameter, rest, rest)
-
-    def _reduce(self, held: list[Held], again: bool) -> None:
-        """Take the gradients that have added up back to rest; ``again``: between microbatches, those due by then."""
-        for bucket in self.buckets:
-            if again and bucket.reduce != "microbatch":
+    def _deliver(self, gradients: Mapping[int, Tensor]) -> None:
+        """Add the step's gradients to those of the parameters, as ``backward()`` does."""
+        for i, use in enumerate(self.local.parameters):
+            if i not in gradients:
                 continue
-            members = [held[i] for i in bucket.members]
-            if bucket.chains is None:
-                members[0].reduce(again)
-                continue
-            for h, gradient in zip(members, bucket.leave([h.take() for h in members]), strict=True):
-                h.add(gradient)
+            parameter = self.tensors.get_parameter(use.fqn)
+            assert isinstance(parameter, DTensor)
+            old = parameter.grad
+            if old is not None:
+                assert isinstance(old, DTensor) and old.placements == parameter.placements, f"{use.fqn}.grad"
+                local(old).add_(gradients[i])
+            else:  # what from_local does, without finding out again what the parameter's own description says
+                parameter.grad = DTensor(gradients[i], parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def _write(self, updates: tuple[Tensor, ...]) -> None:
@@ -396,4 +341,4 @@ def _hash(tensor: Tensor) -> int:
     return digest(flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b"")
 
 
-__all__ = ["Batch", "Held", "Program"]
+__all__ = ["Batch", "Program"]

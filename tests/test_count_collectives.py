@@ -6,8 +6,9 @@ import torch
 from torch import fx
 
 from autopar.count_collectives import count_collectives
+from autopar.passes.facts import call
 from autopar.passes.layout import Axis, Layout, Mesh, Wire
-from autopar.passes.lower import Local, ParameterUse
+from autopar.passes.lower import InputUse, Local, ParameterUse
 from autopar.plan import Collective
 from autopar.runtime import collectives  # noqa: F401  registers the ops
 
@@ -15,9 +16,10 @@ OPS = torch.ops.autopar
 ROW = 4 * 8  # bytes of 8 float32
 
 
-def _graph(*makers):
-    """A chain: each maker gives (op, arguments after x), and the shape of its result in rows of 8."""
-    graph = fx.Graph()
+def _graph(*makers, body=False):
+    """Each maker gives what its op takes, the op, its arguments after that, and the shape of its result. Of a body the
+    loss is the sum of all results."""
+    graph, made = fx.Graph(), []
     weight, x = graph.placeholder("w"), graph.placeholder("x")
     for node in (weight, x):
         node.meta["val"] = torch.empty(2, 8, device="meta")
@@ -25,7 +27,18 @@ def _graph(*makers):
         start = {"w": weight, "x": x}[of]
         node = graph.call_function(op.default, (start, *arguments))
         node.meta["val"] = torch.empty(shape, device="meta")
-    graph.output(x)
+        made.append(node)
+    if not body:
+        graph.output(made[-1])
+        return fx.GraphModule({}, graph)
+    for name in ("microbatch", "key"):
+        with graph.inserting_after(x):
+            graph.placeholder(name).meta["val"] = 0
+    loss = call(graph, torch.ops.aten.sum.default, (weight,), like=x)
+    for node in made:
+        one = call(graph, torch.ops.aten.sum.default, (node,), like=x)
+        loss = call(graph, torch.ops.aten.add.Tensor, (loss, one), like=x)
+    graph.output(((loss,), ()))
     return fx.GraphModule({}, graph)
 
 
@@ -44,7 +57,9 @@ def _local(mesh, rows, reduce="step", trainable=True):
     layout = Layout.parse("S0 R" if mesh.time is None else "S0 R R", 2)
     use = ParameterUse("w", (4, 8), torch.float32, trainable, layout, layout.with_kind(0, "R"), reduce)
     enter = _graph(("w", OPS.start_all_gather, ("g", 2, 0, 0, [4], "reduce_scatter"), (2, 2, 8)))
-    return Local(mesh, (0, 0), (use,), (), (), (), (), (), {r: _graph(*BODY) for r in rows}, None, {"w": enter})
+    inputs = (InputUse("x", (4, 8), layout),)
+    body = {r: _graph(*BODY, body=True) for r in rows}
+    return Local(mesh, (0, 0), (use,), (), (), inputs, (), (), body, None, {"w": enter})
 
 
 def _count(local):
@@ -105,11 +120,18 @@ def test_order():
 
 
 def test_a_bucket_counts_once():
-    mesh = Mesh((Axis("dp", 2), Axis("tp", 2)))
-    local = _local(mesh, [])
+    local = _local(Mesh((Axis("dp", 2), Axis("tp", 2))), [])
     (use,) = local.parameters
     uses = (use, replace(use, fqn="v"), replace(use, fqn="frozen", trainable=False))
-    several = replace(local, parameters=uses, enter={u.fqn: local.enter["w"] for u in uses})
+    graph = fx.Graph()
+    held = [graph.placeholder(name) for name in ("w", "v", "frozen", "x", "microbatch", "key")]
+    for i, node in enumerate(held):
+        node.meta["val"] = torch.empty(4, 8, device="meta") if i < 4 else 0
+    total = call(graph, torch.ops.aten.add.Tensor, (held[0], held[1]), like=held[0])
+    product = call(graph, torch.ops.aten.mul.Tensor, (total, held[2]), like=held[0])
+    graph.output(((call(graph, torch.ops.aten.sum.default, (product,), like=held[0]),), ()))
+    enter = {u.fqn: local.enter["w"] for u in uses}
+    several = replace(local, parameters=uses, body={0: fx.GraphModule({}, graph)}, enter=enter)
     assert _count(several) == {
         ("dp", "all_gather", "parameters"): (1, 3 * 4 * ROW),
         ("dp", "reduce_scatter", "gradients"): (1, 2 * 4 * ROW),

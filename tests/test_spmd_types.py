@@ -263,7 +263,7 @@ def _parameters(local: Local, axes: dict[str, Any]) -> Iterator[Tensor]:
         x.requires_grad_(use.trainable)
         if use.fqn in local.enter:
             x = Checked(local.enter[use.fqn], axes).run(x)
-        yield _as(x, axes, use.entry) if use.trainable else x
+        yield _as(x, axes, use.use) if use.trainable else x
 
 
 def _others(local: Local, axes: dict[str, Any], captured: Capture) -> Iterator[Tensor]:

@@ -11,13 +11,13 @@ from torch import Tensor
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Local, ParameterUse, enter_graph
 from autopar.runtime import buckets as buckets_module
-from autopar.runtime.buckets import Bucket, Gather, Recut, Replicate, buckets
+from autopar.runtime.buckets import Alone, Bucket, Gather, Recut, Replicate, buckets
 from autopar.runtime.mesh import connect
 from autopar.runtime.pool import RankPool
 
 FP32, BF16, FP64 = torch.float32, torch.bfloat16, torch.float64
 MESH = Mesh((Axis("dp", 2), Axis("tp", 2)))
-# name, shape, dtype, trainable, rest, entry, reduce: over (dp, tp)
+# name, shape, dtype, trainable, rest, use, reduce: over (dp, tp)
 USES: list[tuple[str, tuple[int, ...], torch.dtype, bool, str, str, str]] = [
     ("a.weight", (6, 4), FP32, True, "I I", "R I", "step"),
     ("a.bias", (6,), FP32, True, "I I", "R I", "step"),
@@ -44,21 +44,28 @@ USES: list[tuple[str, tuple[int, ...], torch.dtype, bool, str, str, str]] = [
     ("g.shared", (4, 4), FP32, True, "I I", "R R", "step"),
     ("a.last", (2, 2, 2), FP32, True, "I I", "R I", "step"),
     ("a.scalar", (), FP32, True, "I I", "R I", "step"),
+    ("p.partial", (6,), FP32, True, "I I", "R P", "step"),
+    ("p.cut", (5, 3), FP32, True, "I I", "R S0", "step"),
+    ("p.other", (4, 6), FP32, True, "I S0", "R S1", "step"),
 ]
 UNUSED = ("a.bias", "z.uneven", "t.odd")
 
 
 def local_of(mesh: Mesh, rank: int, groups: dict[str, str]) -> Local:
     uses = []
-    for fqn, shape, dtype, trainable, rest, entry, reduce in USES:
-        before, after = (Layout.parse(text, len(shape)) for text in (rest, entry))
+    for fqn, shape, dtype, trainable, rest, used, reduce in USES:
+        before, after = (Layout.parse(text, len(shape)) for text in (rest, used))
         uses.append(ParameterUse(fqn, shape, dtype, trainable, before, after, reduce))
-    enter = {u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.entry}
+    enter = {u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use}
     return Local(mesh, mesh.coordinates(rank), tuple(uses), (), (), (), (), (), {}, None, enter)
 
 
 def named(local: Local, made: tuple[Bucket, ...]) -> list[list[str]]:
     return [[local.parameters[i].fqn for i in bucket.members] for bucket in made]
+
+
+def all_buckets(local: Local, cap: int = buckets_module.CAP) -> tuple[Bucket, ...]:
+    return buckets(local, range(len(local.parameters)), cap, lambda use: use.reduce)
 
 
 # what the ranks run
@@ -73,10 +80,11 @@ def together_and_apart(rank: int) -> None:
         shape = use.rest.local_shape(use.shape, MESH, local.coordinates)
         rests.append(torch.randn(shape, generator=generator).to(use.dtype).requires_grad_(use.trainable))
     for cap in (0, 100, buckets_module.CAP):
-        for bucket in buckets(local, cap):
+        for bucket in all_buckets(local, cap):
             uses, own = [local.parameters[i] for i in bucket.members], [rests[i] for i in bucket.members]
             alone = [local.enter[use.fqn](rest) for use, rest in zip(uses, own, strict=True)]
-            entries = bucket.enter(own)
+            with torch.no_grad():
+                entries = [t for _, t in bucket.enter(own).land()]
             gradients: list[Tensor | None] = []
             for use, x, y in zip(uses, alone, entries, strict=True):
                 assert torch.equal(x, y) and x.dtype == y.dtype and y.is_contiguous(), use.fqn
@@ -84,7 +92,9 @@ def together_and_apart(rank: int) -> None:
                     torch.randn(y.shape[::-1], generator=generator).to(y.dtype).permute(tuple(range(y.ndim))[::-1])
                 )
                 gradients.append(gradient if use.trainable and use.fqn not in UNUSED else None)
-            for use, x, rest, given, back in zip(uses, alone, own, gradients, bucket.leave(gradients), strict=True):
+            brought = dict(bucket.leave(gradients).land())
+            for i, use, x, rest, given in zip(bucket.members, uses, alone, own, gradients, strict=True):
+                back = brought.get(i)
                 if given is None:
                     assert back is None
                     continue
@@ -108,7 +118,7 @@ def test_a_bucket_does_what_its_members_do_alone(pool: RankPool) -> None:
 
 def test_who_shares_a_bucket() -> None:
     local = local_of(MESH, 0, {"dp": "dp", "tp": "tp"})
-    made = buckets(local)
+    made = all_buckets(local)
     assert named(local, made) == [
         ["a.weight", "a.bias", "b.cut", "a.last", "a.scalar"],
         ["a.half"],
@@ -120,25 +130,25 @@ def test_who_shares_a_bucket() -> None:
         ["z.items"],
         ["t.both", "t.odd"],
         ["g.shared"],
+        ["p.partial"],
+        ["p.cut"],
+        ["p.other"],
     ]
-    kinds = [tuple(type(link) for link in bucket.chains[0]) for bucket in made if bucket.chains]
+    kinds = [tuple(type(link) for link in bucket.chains[0]) for bucket in made]
     assert kinds[0] == (Replicate,) and kinds[2] == (Gather,) and set(kinds[6]) == {Recut, Replicate}
-    assert all(
-        bucket.reduce == ("microbatch" if "z.each" in names else "step")
-        for bucket, names in zip(made, named(local, made), strict=True)
-    )
+    assert all(Alone in of for of in kinds[-3:]) and not any(Alone in of for of in kinds[:-3])
 
 
 def test_buckets_are_the_same_on_all_ranks() -> None:
     groups = {"dp": "dp", "tp": "tp"}
     for cap in (0, 100, 300):
-        every = [[b.members for b in buckets(local_of(MESH, rank, groups), cap)] for rank in range(4)]
+        every = [[b.members for b in all_buckets(local_of(MESH, rank, groups), cap)] for rank in range(4)]
         assert every == [every[0]] * 4
 
 
 def test_a_full_bucket_is_closed() -> None:
     local = local_of(MESH, 0, {"dp": "dp", "tp": "tp"})
-    assert named(local, buckets(local, 0)) == [[u.fqn] for u in local.parameters if u.fqn in local.enter]
+    assert named(local, all_buckets(local, 0)) == [[u.fqn] for u in local.parameters if u.fqn in local.enter]
     sizes = [6 * 4 * 4, 6 * 4, 6 * 2 * 4, 8 * 4, 4]  # bytes of the first bucket's members
-    assert named(local, buckets(local, sum(sizes[:3])))[0] == ["a.weight", "a.bias", "b.cut"]
-    assert ["a.last", "a.scalar"] in named(local, buckets(local, sum(sizes[:3])))
+    assert named(local, all_buckets(local, sum(sizes[:3])))[0] == ["a.weight", "a.bias", "b.cut"]
+    assert ["a.last", "a.scalar"] in named(local, all_buckets(local, sum(sizes[:3])))

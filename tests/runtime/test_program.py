@@ -17,14 +17,15 @@ from torch import Tensor, fx, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.errors import AutoparError
+from autopar.passes import facts
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import InputUse, Local, OutputUse, ParameterUse, enter_graph
-from autopar.runtime import buckets, collectives, program
-from autopar.runtime.buckets import Bucket
+from autopar.runtime import collectives, program
 from autopar.runtime.mesh import RankError, Ranks, connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
 from autopar.runtime.program import Program
+from autopar.runtime.weights import ways_of
 
 Pools = Callable[[int], RankPool]
 aten, own = torch.ops.aten, torch.ops.autopar
@@ -86,12 +87,23 @@ def use(mesh: Mesh, fqn: str, zero: bool, reduce: str, frozen: Sequence[str]) ->
 def body(mesh: Mesh, rank: int, groups: dict[str, str], rows: int) -> fx.GraphModule:
     """Column- then row-parallel linear over tp, the batch over dp; the sum of losses over the count is P over time."""
     graph, n = fx.Graph(), rows // mesh.axes[0].size
-    up, up_bias, down, down_bias, gain, calls = (graph.placeholder(f.replace(".", "_")) for f in (*FQNS, "calls"))
-    shift = graph.placeholder("shift")
-    x, target, mask, count, *_ = map(graph.placeholder, ("x", "target", "mask", "count", "microbatch", "key"))
-    for node, shape in ((x, (n, IN)), (target, (n, OUT)), (mask, (n,))):
-        node.meta["val"] = torch.empty(shape, dtype=torch.float64, device="meta")
-    call: Callable[..., fx.Node] = lambda target, *args: graph.call_function(target, args)
+
+    def holder(name: str, *shape: int, dtype: torch.dtype = torch.float64) -> fx.Node:
+        node = graph.placeholder(name.replace(".", "_"))
+        node.meta["val"] = torch.empty(shape, dtype=dtype, device="meta")
+        return node
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        return facts.call(graph, target, args, like=x)
+
+    locals_ = {
+        f: use(mesh, f, False, "step", ()).use.local_shape(SHAPES[f], mesh, mesh.coordinates(rank)) for f in FQNS
+    }
+    up, up_bias, down, down_bias, gain = (holder(f, *shape) for f, shape in locals_.items())
+    calls, shift = holder("calls", dtype=torch.int64), holder("shift", OUT)
+    x, target, mask, count = holder("x", n, IN), holder("target", n, OUT), holder("mask", n), holder("count")
+    for name in ("microbatch", "key"):
+        graph.placeholder(name).meta["val"] = 0
 
     def all_reduce(x: fx.Node, axis: str) -> fx.Node:
         return call(own.wait_all_reduce.default, call(own.start_all_reduce.default, x, groups[axis], "none"))
@@ -142,7 +154,7 @@ def local_of(
         buffer_updates=("calls",),
         body={r: body(mesh, rank, groups, r or BATCH) for r in rows},
         prologue=prologue(groups),
-        enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.entry},
+        enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use},
     )
 
 
@@ -217,16 +229,17 @@ def outputs_alive(rank: int, mesh: Mesh, outputs: bool) -> list[bool]:
     alive: list[bool] = []
 
     def watched(run: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
+        def call(args: list[Any]) -> Any:
             alive.extend(not ref.expired() for ref in made[-1:])
-            outs, updates = run(*args)
-            made.append(StorageWeakRef(outs[1].untyped_storage()))
-            return outs, updates
+            outs, held = run(args)
+            (y,) = (t for t in outs if t.ndim == 2 and t.shape[1] == OUT)
+            made.append(StorageWeakRef(y.untyped_storage()))
+            return outs, held
 
         return call
 
-    for module in program.local.body.values():
-        module.forward = watched(module.forward)
+    for unit in {unit for units in program.units.values() for unit in units.units if unit.kind.trains}:
+        unit.forward = watched(unit.forward)  # type: ignore[method-assign]
     program.step(batch(), outputs=outputs)
     return alive
 
@@ -236,9 +249,7 @@ class Sent:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.names: list[str] = []
-        counted = self.counted(collectives.launch)
-        for module in (collectives, buckets):
-            monkeypatch.setattr(module, "launch", counted)
+        monkeypatch.setattr(collectives, "launch", self.counted(collectives.launch))
 
     def counted(self, launch: Any) -> Any:
         def call(name: str, *args: Any) -> Tensor:
@@ -249,24 +260,25 @@ class Sent:
 
 
 def counted_step(rank: int, mesh: Mesh, together: bool, options: dict[str, Any]) -> Any:
-    """Gradients of a step in microbatches, and the collectives between rest and entry: (gathers, reductions)."""
+    """Gradients of a step in microbatches, and the collectives between rest and use: (gathers, reductions)."""
     with pytest.MonkeyPatch.context() as patch:
         if not together:
-            patch.setattr(program, "buckets", alone)
+            patch.setattr(program, "ways_of", lambda local, units: ways_of(local, units, cap=0))
         made, tensors, _ = program_of(mesh, Net(frozen=options.get("frozen", ())), **options)
         sent = Sent(patch)
-        held = made._enter()
-        gathers, sent.names = sent.names, []
-        for h in held:
-            h.leaf.grad = torch.ones_like(h.leaf) if h.leaf.requires_grad and h.use.fqn != "gain" else None
-        made._reduce(held, again=False)
+        with torch.no_grad():
+            weights = made._weights(train=True)
+            gathers, sent.names = sent.names, []
+            for i, use in enumerate(made.local.parameters):
+                read = weights.read[i]
+                if use.trainable and use.fqn != "gain" and read is not None:
+                    weights.add(i, torch.ones_like(read), True)
+            for after in dict.fromkeys(r.after for r in made.ways.reduced):
+                weights.reduce(after, last=True)
+            weights.finish()
         reductions, sent.names = sent.names, []
         made.step(batch())
         return grads(tensors), gathers, reductions
-
-
-def alone(local: Local) -> tuple[Bucket, ...]:
-    return tuple(Bucket((i,), None, u.reduce) for i, u in enumerate(local.parameters) if u.fqn in local.enter)
 
 
 def stay_away(rank: int, mesh: Mesh) -> str:

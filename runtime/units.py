@@ -1,0 +1,188 @@
+"""How one unit of a rank's program is run: its forward, and the backward that was made for it.
+
+An *explicit* unit calls the two graphs that `differentiate` made of its class. Where a class cannot be traced, autograd
+runs its forward graph instead and keeps what it needs; `Fallback` says where and why. Either way a unit holds no
+parameter from forward to backward: it is given those again that it `reads`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from autopar.passes.differentiate import Untraceable, differentiate
+
+if TYPE_CHECKING:
+    from autopar.passes.differentiate import Differentiated
+    from autopar.passes.split_units import UnitClass
+
+
+@dataclass(frozen=True)
+class Fallback:
+    """A unit that autograd runs: the module in which its ops lie, and why it could not be traced."""
+
+    fqn: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What backward gives one argument. ``fresh``: in memory of its own, so that it may be added to in place."""
+
+    arg: int
+    tensor: Tensor
+    fresh: bool
+
+
+class Unit:
+    """One class of units; this one has a forward alone. ``reads``: the arguments that backward is given again;
+    ``tangents``: the outputs of which it takes gradients; ``grads``: the arguments of which it may give some; ``why``:
+    why autograd runs it, where it does."""
+
+    reads: tuple[int, ...] = ()
+    tangents: tuple[int, ...] = ()
+    grads: tuple[int, ...] = ()
+    why: str | None = None
+
+    def __init__(self, kind: UnitClass) -> None:
+        self.kind = kind
+
+    def run(self, args: list[Any]) -> tuple[Tensor, ...]:
+        """The outputs alone, without anything for backward."""
+        made: tuple[Tensor, ...] = self.kind.graph(*args)
+        return made
+
+    def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
+        """The outputs, and what to hold for backward."""
+        raise NotImplementedError
+
+    def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
+        """``read``: the arguments that it reads; ``held``: of forward; one gradient for each of ``tangents``."""
+        raise NotImplementedError
+
+
+class Explicit(Unit):
+    """Runs a forward and a backward graph."""
+
+    def __init__(self, kind: UnitClass, made: Differentiated) -> None:
+        super().__init__(kind)
+        self.made, self.reads, self.tangents, self.grads = made, made.keeps, made.tangents, made.grads
+        self.outputs = len(kind.flows)
+        assert made.backward is not None
+        taken = made.backward.graph.find_nodes(op="placeholder")
+        self.strides = [n.meta["val"].stride() for n in taken[len(taken) - len(made.tangents) :]]
+
+    def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
+        made = self.made.forward(*args)
+        return made[: self.outputs], list(made[self.outputs :])
+
+    def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
+        assert self.made.backward is not None
+        laid_out = (_laid_out(g, strides) for g, strides in zip(tangents, self.strides, strict=True))
+        gradients = self.made.backward(*read, *held, *laid_out)
+        of = zip(self.made.grads, gradients, self.made.fresh, strict=True)
+        return [Gradient(arg, g, fresh) for arg, g, fresh in of if g is not None]
+
+
+def _laid_out(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """With the strides that its graph was traced for."""
+    if gradient.stride() == strides:
+        return gradient
+    return torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device).copy_(gradient)
+
+
+class Autograd(Unit):
+    """Runs the forward graph under autograd. What is kept of a parameter is kept as a view to be taken of it again;
+    where anything is to be recomputed, all of the forward is."""
+
+    def __init__(self, kind: UnitClass, why: str) -> None:
+        super().__init__(kind)
+        self.why = why
+        self.grads = tuple(i for i, wanted in enumerate(kind.needs) if wanted)
+        self.tangents = tuple(i for i, flows in enumerate(kind.flows) if flows)
+        again = kind.recompute != "none"
+        self.reads = tuple(i for i, word in enumerate(kind.kinds) if again or word == "parameter")
+
+    def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
+        if self.kind.recompute != "none":
+            return self.run(args), None
+        read: list[Any] = []  # filled by backward
+        places: dict[int, list[int]] = {}
+        for place, i in enumerate(self.reads):
+            places.setdefault(args[i].untyped_storage()._cdata, []).append(place)
+        starts = [args[i].storage_offset() for i in self.reads]
+
+        def pack(tensor: Tensor) -> Any:
+            at = places.get(tensor.untyped_storage()._cdata, ())
+            if len(at) != 1:
+                return tensor
+            return at[0], tensor.size(), tensor.stride(), tensor.storage_offset() - starts[at[0]]
+
+        def unpack(kept: Any) -> Tensor:
+            if isinstance(kept, Tensor):
+                return kept
+            place, size, stride, offset = kept
+            return torch.as_strided(read[place], size, stride, read[place].storage_offset() + offset)
+
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            edges, outs = self._traced(args)
+        return [out.detach() for out in outs], (edges, [outs[i] for i in self.tangents], read)
+
+    def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
+        if held is None:
+            with torch.enable_grad():
+                edges, outs = self._traced(read)
+            outs = [outs[i] for i in self.tangents]
+        else:
+            edges, outs, given = held
+            given.extend(read)
+        found = torch.autograd.grad(outs, edges, tangents, allow_unused=True)
+        return [Gradient(i, g, False) for i, g in zip(self.grads, found, strict=True) if g is not None]
+
+    def _traced(self, args: list[Any]) -> tuple[list[Any], list[Tensor]]:
+        """The outputs with their graph, and where in it the arguments come in; it does not hold these."""
+        args = list(args)
+        for i in self.grads:
+            args[i] = _Enter.apply(args[i].new_empty(0).requires_grad_(), args[i])
+        edges = [torch.autograd.graph.get_gradient_edge(args[i]) for i in self.grads]
+        return edges, list(self.kind.graph(*args))
+
+
+class _Enter(torch.autograd.Function):
+    """A tensor into the graph by an edge that does not hold it, as a leaf would."""
+
+    @staticmethod
+    def forward(ctx: Any, edge: Tensor, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
+
+
+_UNITS: WeakKeyDictionary[UnitClass, Unit] = WeakKeyDictionary()
+
+
+def unit_of(kind: UnitClass, device: torch.device = torch.device("cpu")) -> Unit:  # noqa: B008
+    """How a class is run on ``device``; made once."""
+    if kind not in _UNITS:
+        _UNITS[kind] = _made(kind, device)
+    return _UNITS[kind]
+
+
+def _made(kind: UnitClass, device: torch.device) -> Unit:
+    if not kind.trains:
+        return Unit(kind)
+    try:
+        made = differentiate(kind, device)
+    except Untraceable as error:
+        return Autograd(kind, str(error))
+    return Explicit(kind, made) if made.backward is not None else Unit(kind)
+
+
+__all__ = ["Autograd", "Explicit", "Fallback", "Gradient", "Unit", "unit_of"]

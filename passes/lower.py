@@ -23,15 +23,18 @@ from autopar.passes.split_units import UnitProgram, split_units
 
 @dataclass(frozen=True)
 class ParameterUse:
-    """How one parameter is held: ``rest`` between steps, ``entry`` as the program takes it."""
+    """How one parameter is held: ``rest`` between steps, ``use`` as the body reads it. ``reduce``: when its gradient is
+    taken back, once a ``step`` or per ``microbatch``; ``gather``: when rest becomes use, once a ``step``, or for every
+    unit that reads it, at each ``use`` (``never``: the value does not move)."""
 
     fqn: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     trainable: bool
     rest: Layout
-    entry: Layout
+    use: Layout
     reduce: str
+    gather: str = "step"
 
 
 @dataclass(frozen=True)
@@ -150,15 +153,15 @@ def lower(
         buffer_updates=tuple(output.args[0]["buffers"]),
         body=body,
         prologue=prologue,
-        enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.entry},
+        enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use},
         recompute=model.recompute,
     )
 
 
 def _parameter_use(fqn: str, node: fx.Node) -> ParameterUse:
     v, known = value(node), fact(node)
-    entry = produced_layout(node)
-    return ParameterUse(fqn, v.shape, v.dtype, v.grad, known.rest or entry, entry, known.reduce)
+    use = produced_layout(node)
+    return ParameterUse(fqn, v.shape, v.dtype, v.grad, known.rest or use, use, known.reduce, known.gather)
 
 
 def _signature(model: Lowerable, *, hoisted: bool) -> list[tuple[str, str]]:
@@ -174,10 +177,10 @@ def _signature(model: Lowerable, *, hoisted: bool) -> list[tuple[str, str]]:
 
 
 def enter_graph(use: ParameterUse, mesh: Mesh, rank: int, groups: Mapping[str, str]) -> fx.GraphModule:
-    """Rest -> entry of one parameter on one rank; its autograd backward reduces the gradient."""
+    """Rest -> use of one parameter on one rank; its autograd backward reduces the gradient."""
     v = Value(use.shape, use.dtype, use.trainable)
-    steps = path(use.rest, use.entry, v, mesh)
-    assert steps is not None, f"{use.fqn}: no way from {use.rest} to {use.entry}"
+    steps = path(use.rest, use.use, v, mesh)
+    assert steps is not None, f"{use.fqn}: no way from {use.rest} to {use.use}"
     emitter = Emitter(mesh, mesh.coordinates(rank), groups)
     node = emitter.graph.placeholder("rest")
     node.meta["val"] = torch.empty(

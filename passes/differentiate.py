@@ -354,7 +354,11 @@ def _graph(
 ) -> fx.GraphModule:
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
+    words = set[str]()
     for node, name in holders:
+        while name in words:  # an argument may be called as an op of the joint graph
+            name += "_"
+        words.add(name)
         env[node] = graph.placeholder(name)
         env[node].meta = _meta(node)
     for node in nodes:

@@ -20,12 +20,13 @@ itself far from the fp64 reference, the plan may be at most twice as far from it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+PIECE = 1 << 22  # elements compared at a time, in float64
 FLOOR = 1e-3  # of the largest gradient (buffer) of any tensor
 KINDS = ("loss", "grad", "buffer", "param")
 
@@ -139,11 +140,14 @@ def _difference(name: str, kind: str, mine: Tensor | None, theirs: Tensor | None
     if not (theirs.is_floating_point() or theirs.is_complex()):
         return Difference(name, kind, 0.0, 0.0) if torch.equal(mine, theirs) else _unlike(f"{name} (integers)", kind)
     wide = torch.complex128 if theirs.is_complex() else torch.float64
-    a, b = mine.detach().to(wide), theirs.detach().to(wide)
-    agree = (a == b) | (a.isnan() & b.isnan())
-    gap = (a - b).abs().masked_fill(agree, 0.0).nan_to_num(math.inf, math.inf)
-    distance = float(gap.max()) if gap.numel() else 0.0
-    scale = max(_largest(b), floor)
+    distance = largest = 0.0
+    for a, b in zip(_pieces(mine), _pieces(theirs), strict=True):
+        a, b = a.to(wide), b.to(wide)
+        agree = (a == b) | (a.isnan() & b.isnan())
+        gap = (a - b).abs().masked_fill(agree, 0.0).nan_to_num(math.inf, math.inf)
+        distance = max(distance, float(gap.max()) if gap.numel() else 0.0)
+        largest = max(largest, _largest(b))
+    scale = max(largest, floor)
     return Difference(name, kind, distance, distance / scale if scale else 0.0 if distance == 0 else math.inf)
 
 
@@ -156,5 +160,9 @@ def _largest_of(tensors: Mapping[str, Tensor | None]) -> float:
 
 
 def _largest(t: Tensor) -> float:
-    finite = t.detach().abs().double().nan_to_num(0.0, 0.0, 0.0)
-    return float(finite.max()) if finite.numel() else 0.0
+    finite = (piece.abs().double().nan_to_num(0.0, 0.0, 0.0) for piece in _pieces(t) if piece.numel())
+    return max((float(piece.max()) for piece in finite), default=0.0)
+
+
+def _pieces(t: Tensor) -> Iterator[Tensor]:
+    return iter(t.detach().reshape(-1).split(PIECE))  # type: ignore[no-untyped-call]

@@ -13,10 +13,12 @@ import json
 import logging
 import math
 import random
+import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -48,6 +50,7 @@ from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
 from autopar.runtime.program import Program
 from autopar.schema import write
+from autopar.stored import store
 
 STEPS = 3
 SEED = 0  # of random ops
@@ -167,40 +170,47 @@ class Subject:
         return any(draws(node.target) for node in self.graph64.graph.nodes)
 
     @cached_property
+    def _folder(self) -> Path:
+        """Where its runs are kept, for as long as it lives."""
+        folder = tempfile.mkdtemp(prefix="autopar-runs-")
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return Path(folder)
+
+    @cached_property
     def judge(self) -> Run:
         """One process in float64."""
-        return self._run64(self.inputs, "adamw")
+        return self._run64("judge", self.inputs, "adamw")
 
     @cached_property
     def permuted(self) -> Run:
         """The same with the rows of the batch in another order; where these draw random numbers, which would be other
         rows' then, with weights and inputs whose last bit differs."""
         if self.random:
-            return self._run64(self.inputs, "adamw", _last_bit())
+            return self._run64("permuted", self.inputs, "adamw", _last_bit())
         order = torch.randperm(self.captured.batch, generator=torch.Generator().manual_seed(1))
         pairs = zip(self.captured.inputs, self.inputs, strict=True)
-        return self._run64(tuple(t[order] if spec.batch else t for spec, t in pairs), "adamw")
+        return self._run64("permuted", tuple(t[order] if spec.batch else t for spec, t in pairs), "adamw")
 
     @cached_property
     def truth(self) -> Run:
         """One process in float64 with the optimizer of `eager`."""
-        return self._run64(self.inputs, "sgd")
+        return self._run64("truth", self.inputs, "sgd")
 
     @cached_property
     def eager(self) -> Run:
         """The model itself, as it is; its captured graph where it draws random numbers, which torch draws otherwise."""
-        return self._run32(lambda t: t)
+        return self._run32("eager", lambda t: t)
 
     @cached_property
     def eagers_own(self) -> Mapping[str, float]:
         """How far eager is from float64 by kind: the farthest of several runs whose weights and inputs differ in the
         last bit. A unit near zero flips in some of them, as it may in a plan that adds in another order."""
         last_bit = _last_bit()
-        runs = [self.eager, *(self._run32(last_bit) for _ in range(NOISY))]
+        runs = (self._run32("noisy", last_bit) if i else self.eager for i in range(1 + NOISY))
         found = [farthest_by_kind(distances(run, self.truth, lr=LR["sgd"])) for run in runs]
         return {kind: max(f[kind] for f in found) for kind in found[0]}
 
-    def _eager(self, moved: Callable[[Tensor], Tensor]) -> Run:
+    def _eager(self, name: str, moved: Callable[[Tensor], Tensor]) -> Run:
         model = copy.deepcopy(self.loaded.model)
         with torch.no_grad():
             for p in model.parameters():
@@ -209,31 +219,38 @@ class Subject:
         call = Call(model, self.captured.signature, self.loaded.loss, True)
         loss = lambda: call(inputs)[0][0]
         buffers = lambda: dict(model.named_buffers())
-        return three_steps(_backward(loss), dict(model.named_parameters()), buffers, "sgd", names_of(model))
+        keep = _keeper(self._folder / name)
+        return three_steps(_backward(loss), dict(model.named_parameters()), buffers, "sgd", names_of(model), keep)
 
-    def _run32(self, moved: Callable[[Tensor], Tensor]) -> Run:
+    def _run32(self, name: str, moved: Callable[[Tensor], Tensor]) -> Run:
+        """``name``: of the files of the run; one of the same name is lost."""
         if not self.random:
-            return self._eager(moved)
+            return self._eager(name, moved)
         held = {n: moved(t.detach()).clone() for n, t in self.captured.attributes.items()}
-        for name, parameter in self.captured.parameters.items():
-            held[name].requires_grad_(parameter.requires_grad)
+        for fqn, parameter in self.captured.parameters.items():
+            held[fqn].requires_grad_(parameter.requires_grad)
         graph = counter_random(copy_graph(self.captured.graph))
-        return self._run(graph, held, [moved(t) for t in self.inputs], "sgd")
+        return self._run(name, graph, held, [moved(t) for t in self.inputs], "sgd")
 
-    def _run64(self, inputs: Sequence[Tensor], update: str, moved: Callable[[Tensor], Tensor] = lambda t: t) -> Run:
+    def _run64(
+        self, name: str, inputs: Sequence[Tensor], update: str, moved: Callable[[Tensor], Tensor] = lambda t: t
+    ) -> Run:
         held = double(self.captured.attributes)
         with torch.no_grad():
             for tensor in held.values():
                 tensor.copy_(moved(tensor))
         wide = [moved(t.to(WIDER.get(t.dtype, t.dtype))) for t in inputs]
-        return self._run(self.graph64, held, wide, update)
+        return self._run(name, self.graph64, held, wide, update)
 
-    def _run(self, graph: fx.GraphModule, held: dict[str, Tensor], inputs: Sequence[Tensor], update: str) -> Run:
+    def _run(
+        self, name: str, graph: fx.GraphModule, held: dict[str, Tensor], inputs: Sequence[Tensor], update: str
+    ) -> Run:
         buffers = {n: t for n, t in held.items() if n in self.captured.buffers}
         params = {n: t for n, t in held.items() if n in self.captured.parameters}
         steps = itertools.count()
         loss = lambda: run_graph(graph, inputs, held, random_key(SEED, next(steps)))["outputs"][0]
-        return three_steps(_backward(loss), params, lambda: buffers, update, names_of(self.loaded.model))
+        keep = _keeper(self._folder / name)
+        return three_steps(_backward(loss), params, lambda: buffers, update, names_of(self.loaded.model), keep)
 
     @cached_property
     def _prepared(self) -> dict[tuple[bool, str], Prepared]:
@@ -247,28 +264,38 @@ class Subject:
         return self._prepared[key]
 
 
+Keep = Callable[[str, Iterable[tuple[str, Tensor | None]]], Mapping[str, Any]]
+"""Keeps gradients or parameters (the word) under their names."""
+
+
 def three_steps(
     loss: Callable[[], Tensor],
     params: Mapping[str, Tensor],
     buffers: Callable[[], Mapping[str, Tensor]],
     update: str,
     names: tuple[str, ...],
-    whole: Callable[[Tensor], Tensor] = Tensor.clone,
+    keep: Keep,
+    whole: Callable[[Tensor], Tensor] = lambda t: t,
 ) -> Run:
     """Three steps on the same batch. ``loss``: one forward and backward; ``whole``: the global tensor of a parameter or
-    gradient, in memory of its own."""
+    gradient."""
     optimizer = OPTIMIZERS[update](list(params.values()))
     first: Run | None = None
     for _ in range(STEPS):
         optimizer.zero_grad()
         value = loss()
         if first is None:
-            grads = {n: None if p.grad is None else whole(p.grad) for n, p in params.items()}
+            grads = keep("grads", ((n, None if p.grad is None else whole(p.grad)) for n, p in params.items()))
             kept = {n: b.detach().clone() for n, b in buffers().items()}
             first = Run(value.detach(), grads, kept, {}, names)
         optimizer.step()
     assert first is not None
-    return replace(first, params={n: whole(p.detach()) for n, p in params.items()})
+    return replace(first, params=keep("params", ((n, whole(p.detach())) for n, p in params.items())))
+
+
+def _keeper(path: Path) -> Keep:
+    """Keeps them in files whose names begin with ``path``."""
+    return lambda what, named: store(path.with_suffix(f".{what}"), named)
 
 
 # In the ranks
@@ -280,20 +307,21 @@ def run_plan(
     rank: int, values: str, model: ModelSpec, batch: int | None, text: str
 ) -> tuple[dict[str, Run], list[Tensor]]:
     """What a rank does for one plan: both runs, which only rank 0 returns, and the losses. ``values``: a file with the
-    parent's weights and inputs, which also names the model among those captured here."""
+    parent's weights and inputs, which also names the model among those captured here; the runs' tensors are kept
+    beside it until the next plan."""
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(
         logging.ERROR
     )  # gathers axis by axis: so be it
     if values not in _subjects:
         _subjects.clear()
         subject = Subject.of(model, batch, check=False)
-        _subjects[values] = subject.with_values(*torch.load(values, weights_only=False))
+        _subjects[values] = subject.with_values(*torch.load(values, weights_only=False, mmap=True))
     subject, plan = _subjects[values], loads(text)
-    runs = {precision: _run(subject, plan, precision) for precision in PRECISIONS}
+    runs = {precision: _run(subject, plan, precision, Path(values)) for precision in PRECISIONS}
     return runs if rank == 0 else {}, [run.loss for run in runs.values()]
 
 
-def _run(subject: Subject, plan: Plan, precision: str) -> Run:
+def _run(subject: Subject, plan: Plan, precision: str, values: Path) -> Run:
     ranks = connect(plan_mesh(plan), timedelta(seconds=GROUP_TIMEOUT))
     lowerable = with_changes(apply(plan, subject.prepared(plan.microbatches, precision)))
     local = lower(lowerable, ranks.rank, ranks.group_names)
@@ -302,6 +330,7 @@ def _run(subject: Subject, plan: Plan, precision: str) -> Run:
         model._apply(_wide)  # type: ignore[no-untyped-call]
         inputs, constants = tuple(map(_wide, inputs)), {n: _wide(t) for n, t in constants.items()}
     tensors = place(model, local.parameters, ranks)
+    del model  # whole, and in float64 a copy
     program = Program(local, tensors, ranks, constants, SEED)
     return three_steps(
         lambda: program.step(inputs)[0],
@@ -309,8 +338,14 @@ def _run(subject: Subject, plan: Plan, precision: str) -> Run:
         lambda: dict(tensors.named_buffers()),
         PRECISIONS[precision],
         names_of(tensors),
-        lambda t: t.full_tensor().clone(),  # type: ignore[attr-defined]
+        _keeper(values.with_name(precision)) if ranks.rank == 0 else _count_only,
+        lambda t: t.full_tensor(),  # type: ignore[attr-defined]
     )
+
+
+def _count_only(_: str, named: Iterable[tuple[str, Tensor | None]]) -> Mapping[str, Any]:
+    """Of a rank whose run nobody asks for: it only takes part in making the tensors whole."""
+    return {name: None for name, _ in named}
 
 
 # Here

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.passes.lower import Local, ParameterUse
 from autopar.runtime.collectives import kept_apart
 from autopar.runtime.program import Batch, Program
-from autopar.runtime.run import units_of
+from autopar.runtime.run import Units, units_of
 from autopar.runtime.weights import Weights, ways_of
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ class Ran:
 
 def dry_run(local: Local, captured: Capture) -> Ran:
     """Run the second step of training with fused AdamW: the first has no states of the optimizer yet."""
-    with kept_apart() as kept, FakeTensorMode(allow_non_fake_inputs=True) as fakes, Watch(kept) as watch:
-        program = _Dry(local, captured, fakes)
+    units = units_of(local)
+    with kept_apart() as kept, FakeTensorMode(allow_non_fake_inputs=True), Watch(kept) as watch:
+        program = _Dry(local, units, captured)
         optimizer = torch.optim.AdamW(program.leaves(), lr=1e-3, fused=True)
         for _ in range(2):
             watch.restart()
@@ -170,11 +171,10 @@ class _Buffers(nn.Module):
 class _Dry(Program):
     """A program without ranks."""
 
-    def __init__(self, local: Local, captured: Capture, fakes: FakeTensorMode) -> None:
+    def __init__(self, local: Local, units: dict[int, Units], captured: Capture) -> None:
         self.local, self.mesh = local, local.mesh
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
-        self.units = units_of(local)
-        self.ways, self.seed, self.steps = ways_of(local, self.units), 0, 0
+        self.units, self.ways, self.seed, self.steps = units, ways_of(local, units), 0, 0
         self.tensors = _Buffers({n: _like(captured.buffers[n]) for n in local.buffers})
         self.constants = [_like(captured.constants[n]) for n in local.constants]
         self.rests = {u.fqn: self._rest(u) for u in local.parameters}

@@ -27,7 +27,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
-from torch.utils._pytree import tree_map
 
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.split_units import UnitClass, fqn_of
@@ -72,8 +71,8 @@ class Saved:
 
 @dataclass(frozen=True, eq=False)
 class Differentiated:
-    """``forward(*args) -> (*outputs, *saved)``; ``backward(*[args[i] for i in keeps], *saved, *tangents) -> gradients``,
-    one for each index of an argument in ``grads`` (None: nothing flows).
+    """``forward(*args) -> (*outputs, *saved)`` and ``backward(*[args[i] for i in keeps], *saved, *tangents) ->
+    gradients``, one for each index of an argument in ``grads`` (None: nothing flows).
 
     ``tangents``: the outputs whose gradients it takes, laid out as ``meta["val"]`` of its placeholders says (strides
     count). ``fresh``: of each gradient, whether its memory is its own, so that it may be added to in place.
@@ -164,7 +163,6 @@ def _trace(unit: UnitClass, device: torch.device) -> _Joint:
             if i not in args:
                 args[i] = gm.graph.placeholder(node.name)
                 args[i].meta = {"val": node.meta["val"], "forward": True}
-            args[i].name = node.name
     _lift(gm.graph, unit, args)
     _without_detach(gm.graph)
     _without_mutations(gm.graph)
@@ -256,8 +254,9 @@ def _refuse(graph: fx.Graph) -> None:
 
 def _drops(node: fx.Node) -> bool:
     """Whether a random op draws: attention does not where it drops nothing."""
-    bound = dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False)) | node.kwargs  # type: ignore[union-attr]
-    return bound.get("dropout_p", 0.0) != 0 if "attention" in str(node.target) else True
+    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
+    bound: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "attention" not in str(node.target) or bool(bound.get("dropout_p", 0.0))
 
 
 # -- cut in two ------------------------------------------------------------------------------------------------------
@@ -292,24 +291,25 @@ class _Cut:
     def run(self) -> Differentiated:
         joint = self.joint
         grads = tuple(joint.grads)
-        backward, again, kept = self._backward([joint.grads[i] for i in grads])
+        again, kept = self._backward([joint.grads[i] for i in grads])
         saved = sorted((n for n in kept if n.op != "placeholder"), key=self.place.__getitem__)
         keeps = tuple(i for i, n in enumerate(joint.args) if n in kept)
         roots = {_root(n): i for i, n in reversed(list(enumerate(joint.outputs)))}
+        names = [n.name for n in self.unit.graph.graph.find_nodes(op="placeholder")]
         forward = _graph(
-            [(n, n.name) for n in joint.args],
+            list(zip(joint.args, names, strict=True)),
             self._closure([*joint.outputs, *saved]),
             (*joint.outputs, *saved),
         )
         if not grads:
             return Differentiated(forward, None, (), (), (), (), ())
         tangents = tuple(joint.tangents)
-        holders = [(joint.args[i], joint.args[i].name) for i in keeps] + [(n, n.name) for n in saved]
+        holders = [(joint.args[i], names[i]) for i in keeps] + [(n, n.name) for n in saved]
         holders += [(joint.tangents[i], f"tangent_{i}") for i in tangents]
         made = [joint.grads[i] for i in grads]
         return Differentiated(
             forward,
-            _graph(holders, [n for part in again for n in part], tuple(made)),
+            _graph(holders, again, tuple(made)),
             keeps,
             tuple(Saved(fqn_of(n), _op(n), tuple(_val(n).shape), _val(n).dtype, roots.get(n)) for n in saved),
             tangents,
@@ -327,10 +327,10 @@ class _Cut:
                 open_nodes += node.all_input_nodes
         return sorted(found, key=self.place.__getitem__)
 
-    def _backward(self, made: Sequence[fx.Node]) -> tuple[list[fx.Node], list[list[fx.Node]], set[fx.Node]]:
-        """The ops of backward, each with what is made again right before it; and what it reads of forward and takes."""
+    def _backward(self, made: Sequence[fx.Node]) -> tuple[list[fx.Node], set[fx.Node]]:
+        """The ops of backward, each behind what is made again for it; and what it takes, made or given in forward."""
         ours = [n for n in self._closure(made) if n not in self.joint.forward]
-        done, kept, parts = set[fx.Node](), set[fx.Node](), list[list[fx.Node]]()
+        done, kept, order = set[fx.Node](), set[fx.Node](), list[fx.Node]()
         tangents = set(self.joint.tangents.values())
         for node in [*ours, *(n for n in made if n in self.joint.forward)]:
             missing, open_nodes = set[fx.Node](), [node] if node in self.joint.forward else list(node.all_input_nodes)
@@ -343,10 +343,11 @@ class _Cut:
                     open_nodes += n.all_input_nodes
                 else:
                     kept.add(n)
-            part = sorted(missing, key=self.place.__getitem__)
+            order += sorted(missing, key=self.place.__getitem__)
             done |= missing
-            parts.append([*part, *([node] if node not in self.joint.forward else [])])
-        return ours, parts, kept
+            if node not in self.joint.forward:
+                order.append(node)
+        return order, kept
 
 
 def _graph(
@@ -436,4 +437,4 @@ def _is_fresh(node: fx.Node, made: Sequence[fx.Node]) -> bool:
     )
 
 
-__all__ = ["Differentiated", "Saved", "Untraceable", "differentiate", "is_view", "tree_map"]
+__all__ = ["Differentiated", "Saved", "Untraceable", "differentiate", "is_view"]

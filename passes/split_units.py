@@ -84,9 +84,9 @@ class _Splitting:
         self.ops = [n for n in gm.graph.nodes if n.op == "call_function"]
         self.output = next(n for n in gm.graph.nodes if n.op == "output")
         self.refs = dict(refs)
-        outputs, updates = self.output.args[0]  # type: ignore[misc]
-        self.outputs: Sequence[fx.Node] = outputs  # type: ignore[assignment]
-        self.updates: Sequence[fx.Node] = updates  # type: ignore[assignment]
+        outputs, updates = self.output.args[0]
+        self.outputs: Sequence[fx.Node] = outputs
+        self.updates: Sequence[fx.Node] = updates
         self.grads = _grads(gm, {n for n, (kind, i) in refs.items() if kind == "parameter" and trainable[i]})
         self.reach = _reach(gm, self.outputs[0] if self.outputs else None, self.grads)
         self.unit = self._units()
@@ -242,7 +242,7 @@ def _grads(gm: fx.GraphModule, leaves: set[fx.Node]) -> set[fx.Node]:
             continue
         if is_getitem(node):
             source, index = node.args
-            if source in of_results and of_results[source][index]:  # type: ignore[index]
+            if source in of_results and of_results[source][index]:
                 found.add(node)
             continue
         words = _Words(lambda n: (n in found, _about(n)), lambda number: None).of(node)
@@ -266,8 +266,9 @@ def _tried(node: fx.Node, grads: set[fx.Node]) -> tuple[bool, ...]:
 
     args, kwargs = tree_map(lambda a: given(a) if isinstance(a, fx.Node) else a, (node.args, node.kwargs))
     kwargs = {k: torch.device("meta") if k == "device" and v is not None else v for k, v in kwargs.items()}
+    assert callable(node.target)
     with torch.enable_grad():
-        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        made = node.target(*args, **kwargs)
     return tuple(
         isinstance(t, Tensor) and t.requires_grad for t in (made if isinstance(made, (tuple, list)) else [made])
     )
@@ -275,11 +276,11 @@ def _tried(node: fx.Node, grads: set[fx.Node]) -> tuple[bool, ...]:
 
 def _reach(gm: fx.GraphModule, loss: fx.Node | None, grads: set[fx.Node]) -> set[fx.Node]:
     """The nodes to which a gradient of the loss comes."""
-    found = {loss} & grads
+    found = {n for n in grads if n is loss}
     for node in reversed(gm.graph.nodes):
         if node in grads and any(user in found for user in node.users):
             found.add(node)
-    return found  # type: ignore[return-value]
+    return found
 
 
 __all__ = ["Ref", "UnitCall", "UnitClass", "UnitProgram", "fqn_of", "split_units"]

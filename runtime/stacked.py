@@ -80,7 +80,7 @@ def _call(step: tuple[fx.Node, ...], values: list[dict[fx.Node, Any]], groups: G
     if name.startswith("wait_"):
         _check_pair(name, step)
         return [a[0][0] for a in args]
-    if name in _CHANGES or name == "cross_entropy_sum_sharded":
+    if name in _CHANGES or name in _LOSSES:
         return _over_groups(name, [_bind(n.target, *a) for n, a in zip(step, args, strict=True)], groups)
     assert node.op == "call_function" and callable(node.target), f"{node.op} {node.target} in a local program"
     return [n.target(*a, **k) for n, (a, k) in zip(step, args, strict=True)]  # type: ignore[operator]
@@ -128,17 +128,18 @@ def _over_groups(name: str, calls: list[dict[str, Any]], groups: Groups) -> list
 
 
 def _run(name: str, calls: list[dict[str, Any]]) -> Sequence[Any]:
-    if name == "cross_entropy_sum_sharded":
-        return _cross_entropy(calls)
+    if name in _LOSSES:
+        return _LOSSES[name](calls)
     first = calls[0]
     assert all(_shared(c) == _shared(first) for c in calls), f"{name}: ranks of a group disagree: {calls}"
     forward, backward = _CHANGES[name](first)
-    done: Sequence[Any] = _Change.apply(forward, backward, *(c["x"] for c in calls))  # type: ignore[no-untyped-call]
+    given = [c["stacked"] if "stacked" in c else c["x"] for c in calls]
+    done: Sequence[Any] = _Change.apply(forward, backward, *given)  # type: ignore[no-untyped-call]
     return done
 
 
 def _shared(call: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in call.items() if k not in ("x", "c", "group")}
+    return {k: v for k, v in call.items() if k not in ("x", "stacked", "c", "group")}
 
 
 class _Change(torch.autograd.Function):
@@ -210,6 +211,10 @@ def _then(*moves: Move) -> Move:
     return lambda xs: reduce(lambda held, move: move(held), moves, xs)
 
 
+def _none(xs: Values) -> Values:
+    raise AssertionError("an op of backward has no dual")
+
+
 def _cut(call: dict[str, Any], to: str = "") -> tuple[int, Sequence[int], int]:
     return call[f"{to}dim"], call[f"{to}parts"], call.get(f"{to}items", 0)
 
@@ -225,6 +230,8 @@ _CHANGES: dict[str, Callable[[dict[str, Any]], tuple[Move, Move]]] = {
         _then(_whole(*_cut(a)), _own(*_cut(a, "to_"))),
         _then(_whole(*_cut(a, "to_")), _own(*_cut(a))),
     ),
+    "start_scatter": lambda a: (lambda xs: [sum(x[c] for x in xs) for c in range(len(xs))], _none),
+    "start_swap": lambda a: (lambda xs: [torch.stack([x[c] for x in xs]) for c in range(len(xs))], _none),
     "shard": lambda a: (
         _own(*_cut(a)),
         {"all_gather": _whole(*_cut(a)), "pad": _zeros_elsewhere(*_cut(a))}[a["dual"]],
@@ -255,3 +262,16 @@ def _cross_entropy(calls: list[dict[str, Any]]) -> Values:
             )
         )
     return sums
+
+
+def _vocabulary(calls: list[dict[str, Any]]) -> list[Any]:
+    """Of the op that `cross_entropy_sum_sharded` is made of: the sum, and the logarithm of each row's whole sum."""
+    whole = torch.cat([c["logits"] for c in calls], -1)
+    rows = whole.float() if whole.dtype in (torch.float16, torch.bfloat16) else whole
+    return [(loss, rows.logsumexp(-1)) for loss in _cross_entropy(calls)]
+
+
+_LOSSES: dict[str, Callable[[list[dict[str, Any]]], list[Any]]] = {
+    "cross_entropy_sum_sharded": _cross_entropy,
+    "vocabulary_cross_entropy": _vocabulary,
+}

@@ -25,7 +25,7 @@ from autopar.evaluate import double, run_graph, to_float64
 from autopar.export_model import Call, Exported, Loss, Outputs, aliases_of, export_model
 from autopar.mixed_precision import param_dtype as cast_to
 from autopar.mixed_precision import precision
-from autopar.plan import OWN, Precision
+from autopar.plan import ADAMW, OWN, Optimizer, Precision
 from autopar.signature import InputSpec, Signature
 from autopar.traps import refuse_model
 from autopar.trees import unflatten
@@ -62,6 +62,7 @@ class Capture:
     hints: tuple[str, ...] = ()  # what the user should know, one line each
     relaxations: Mapping[str, str] = field(default_factory=dict)  # what plans need not keep, as the user said
     precision: Precision = OWN  # what parameters, which rest in their own dtypes, are computed and reduced in
+    optimizer: Optimizer = ADAMW  # what will train it; says what bytes a plan needs
 
     @property
     def attributes(self) -> dict[str, torch.Tensor]:

@@ -21,6 +21,7 @@ from autopar.capture import Capture, capture
 from autopar.choosing.plan_training import Planned, plan_training, solves
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
+from autopar.optimizer_states import Wanted, optimizer_states
 from autopar.passes.layout import Layout
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins, ResolvedPins, resolve
@@ -74,6 +75,7 @@ class Parallel(Placed):
         timeout: timedelta,
         seed: int,
         error_if_nonfinite: bool,
+        optimizer: Wanted | None,
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(cluster.ranks)
@@ -87,6 +89,7 @@ class Parallel(Placed):
         self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
         self._options = dict(options)
         self._seed, self._steps = seed, 0
+        self._optimizer = optimizer
         self.error_if_nonfinite = error_if_nonfinite  # may be set at any time, on every rank alike
         self._ranks: Ranks | None = None
         self._rests: dict[str, Layout] = {}
@@ -145,7 +148,10 @@ class Parallel(Placed):
             options["global_batch"] = examples.rows * self._data_ranks()
         kept = mode and self._modes[model]
         with _in_modes(self._modes if kept else dict.fromkeys(self._modes, mode), after=self._modes):
-            return capture(model, args, kwargs, check=check, **options)
+            captured = capture(model, args, kwargs, check=check, **options)
+        if self._optimizer is None:
+            return captured
+        return replace(captured, optimizer=optimizer_states(self._optimizer, captured.parameters.values()))
 
     def _choose(self, captured: Capture) -> Planned:
         """The plan: the given one, or one for the pins, for parameters that rest where they rest already."""
@@ -153,6 +159,7 @@ class Parallel(Placed):
         if captured.training and self._given is not None:
             prepared = prepare(captured, self._given.microbatches)
             plan = resting(self._given, self._rests or rests_of(self._given))
+            plan = plan if self._optimizer is None else replace(plan, optimizer=captured.optimizer)
         elif captured.training:
             return plan_training(captured, self._pins, cluster, self._rests)
         else:
@@ -379,6 +386,7 @@ def compile(
     seed: int = 0,
     dropout: str | None = None,
     error_if_nonfinite: bool = False,
+    optimizer: Wanted | None = None,
 ) -> Parallel:
     """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank. Collective under torchrun.
 
@@ -392,6 +400,8 @@ def compile(
     ``dropout``: ``"per-rank"`` is a relaxation: see `autopar.capture.capture` (default: the plan's, else ``"exact"``).
     ``error_if_nonfinite``: `Parallel.step` raises NonfiniteError, on every rank, where its loss or a gradient is nan or
     inf, with the number of the step, the rank and the parameter; costs one small exchange a step.
+    ``optimizer``: what will train the model (default AdamW), so that plans count the bytes of its states: a class, a
+    name as ``"sgd,momentum=0.9"``, or a function of a list of parameters (`autopar.optimizer_states`).
 
     Raises AutoparError, one line, for whatever cannot be done exactly as asked; NothingFits, with the plan that comes
     closest, where none that keeps the pins fits the memory of a rank.
@@ -432,6 +442,7 @@ def compile(
         timeout=timeout,
         seed=seed,
         error_if_nonfinite=error_if_nonfinite,
+        optimizer=optimizer,
         options=options,
     )
     if args is not None or kwargs is not None:

@@ -149,6 +149,18 @@ OWN = Precision()
 
 
 @dataclass(frozen=True)
+class Optimizer:
+    """What trains, as far as bytes go. ``states``: the tensors that it keeps for a parameter, by dtype and number of
+    dims (``"fp32 2"``; ``"*"``: any), in the words of `autopar.optimizer_states`."""
+
+    name: str = "AdamW"
+    states: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"*": ("param", "param")})
+
+
+ADAMW = Optimizer()
+
+
+@dataclass(frozen=True)
 class Parameter:
     """Where a parameter rests and how it is used. ``use``: the layout in which the graph reads it.
 
@@ -284,6 +296,7 @@ class Plan:
     parameters: Mapping[str, Parameter] = field(default_factory=dict)
     relaxations: Mapping[str, str] = field(default_factory=dict)
     precision: Precision = OWN
+    optimizer: Optimizer = ADAMW
     padding: tuple[Padding, ...] = ()
     rng: Rng = Rng()
     predicted: Predicted = Predicted()

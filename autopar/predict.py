@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -21,12 +22,12 @@ from autopar.dry_run import dry_run
 from autopar.hardware import Chip
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
-from autopar.plan import Plan
+from autopar.plan import ADAMW, Plan
 from autopar.predict_bytes import predict_bytes
 from autopar.predict_seconds import Priced, model_flops, moved_in, moved_on_entry, work_of
 from autopar.price_launches import AxisSpan, Prices
 from autopar.run_on_fakes import run_on_fakes
-from autopar.solver.cost import adamw, step_time
+from autopar.solver.cost import step_time, update
 from autopar.wires import wire_of
 
 IN_PEAK = (
@@ -58,13 +59,13 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     mesh = _with_wires(plan_mesh(plan), plan, cluster)
     at_use = frozenset(fqn for fqn, p in plan.parameters.items() if p.gather == "use")
     ran = run_on_fakes(local, local.body[max(local.body)], train=train, at_use=at_use)
-    parts = predict_bytes(local, prepared.captured, ran)
+    parts = predict_bytes(local, prepared.captured, ran, plan.optimizer)
     parts |= _seconds(plan, model, local, mesh, cluster.chip, train)
     if not train:
         parts["transient_bytes"] = ran.live
-    parts["optimizer_s"] = float(adamw(parts["gradients_bytes"], cluster.chip.memory_rate))
+    parts["optimizer_s"] = float(update(parts["gradients_bytes"], parts["optimizer_bytes"], cluster.chip.memory_rate))
     if train and cluster.chip.kernels:
-        parts |= _kernel_by_kernel(plan, local, prepared.captured, cluster)
+        parts |= _kernel_by_kernel(plan, local, prepared.captured, cluster, parts)
     seconds = step_time(parts["compute_s"] + parts["optimizer_s"], parts["exposed_s"], parts["hidden_s"])
     parts |= _rates(model_flops(prepared.body, train=train), plan.ranks, cluster.chip, seconds)
     parts["memory_limit_bytes"] = cluster.limit
@@ -104,18 +105,22 @@ def _seconds(plan: Plan, model: Lowerable, local: Local, mesh: Mesh, chip: Chip,
     }
 
 
-def _kernel_by_kernel(plan: Plan, local: Local, captured: Capture, cluster: Cluster) -> dict[str, float]:
+def _kernel_by_kernel(
+    plan: Plan, local: Local, captured: Capture, cluster: Cluster, parts: Mapping[str, float]
+) -> dict[str, float]:
     """The same seconds where every kernel is measured (`autopar profile`), in the order in which the program launches
     them: nothing runs beside compute. ``live_bytes``: the most bytes of tensors alive at once."""
     ran = dry_run(local, captured)
     prices = Prices(cluster, {a.name: AxisSpan(a.size, a.stride) for a in plan.axes if not a.is_time})
-    (compute, moved), (update, _) = prices.seconds(ran.launches), prices.seconds(ran.optimizer)
+    (compute, moved), (updated, _) = prices.seconds(ran.launches), prices.seconds(ran.optimizer)
+    adamw = plan.optimizer == ADAMW  # which is what ran
+    other = parts["optimizer_bytes"] - 2 * parts["gradients_bytes"]
     return {
         "compute_s": compute,
         "exposed_s": moved,
         "hidden_s": 0.0,
-        "optimizer_s": update,
-        "live_bytes": float(ran.peak),
+        "optimizer_s": updated if adamw else parts["optimizer_s"],
+        "live_bytes": ran.peak + other,
     }
 
 

@@ -13,15 +13,16 @@ import torch
 from torch import Tensor, fx
 
 from autopar.capture import Capture
+from autopar.optimizer_states import state_bytes
 from autopar.passes.layout import Layout
 from autopar.passes.lower import Local, ParameterUse
+from autopar.plan import Optimizer
 from autopar.run_on_fakes import Ran
 
-ADAMW_STATES = 2  # first and second moment, each in the resting dtype
 SAME_MEMORY = ("replicate", "invariant")  # ops of an enter graph that copy nothing
 
 
-def predict_bytes(local: Local, captured: Capture, ran: Ran) -> dict[str, float]:
+def predict_bytes(local: Local, captured: Capture, ran: Ran, optimizer: Optimizer) -> dict[str, float]:
     """The entries ``*_bytes`` of `Predicted.parts` but for the working memory; ``ran``: the largest microbatch.
 
     A gradient that adds up in another layout than it rests in (``accumulator_bytes``) is held beside it. Where both are
@@ -35,7 +36,9 @@ def predict_bytes(local: Local, captured: Capture, ran: Ran) -> dict[str, float]
     return {
         "parameters_bytes": rests,
         "gradients_bytes": gradients,
-        "optimizer_bytes": ADAMW_STATES * gradients,
+        "optimizer_bytes": sum(
+            state_bytes(optimizer, u.shape, u.dtype, _piece(local, u, u.rest)) for u in with_gradient
+        ),
         "saved_bytes": ran.saved,
         "gathered_held_bytes": ran.gathered,
         "gathered_step_bytes": sum(_piece(local, u, u.use) for u in entered),

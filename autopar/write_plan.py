@@ -81,6 +81,7 @@ def plan_of(
         inputs={n.name: str(produced_layout(n)) for n in gm.graph.nodes if n.op == "placeholder"},
         parameters={fqn: _parameter(captured, n, rests[fqn], mesh) for fqn, n in nodes.items()},
         relaxations=dict(captured.relaxations),
+        optimizer=captured.optimizer,
         padding=_padding(nodes, rests, mesh),
         rng=Rng("counter" if any(draws(n.target) for n in gm.graph.nodes) else "none"),
         predicted=Predicted(fallback=_without_rule(gm)),

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import autopar
 from autopar import AutoparError, Cluster
 from autopar.models import mlp
+from autopar.optimizer_states import optimizer_states
 from autopar.runtime.finite import NonfiniteError
 from autopar.runtime.optimizer import local_optimizer, way_of
 from autopar.runtime.pool import RankPool
@@ -177,6 +178,20 @@ def poisoned(parallel: autopar.Parallel, rank: int, args: Iterable[Tensor], name
     parallel.step(x, *labels)
 
 
+def state_of(rank: int, kind: str) -> tuple[int, int]:
+    """Predicted and held bytes of an optimizer's states on this rank, counts of steps left out."""
+    model, args, _ = mlp.make()
+    made = kind_named(kind)
+    parallel = autopar.compile(model, Cluster.local(ranks=4), args=args, pins="dp=2 tp=2 zero=3", optimizer=made)
+    optimizer = parallel.optimizer(made, [n for n, p in parallel.named_parameters() if kind != "Muon" or p.ndim == 2])
+    parallel.step(*args)
+    optimizer.step()
+    held = [v for state in optimizer.state.values() for v in state.values() if v.ndim]
+    local = [v._local_tensor if isinstance(v, DTensor) else v for v in held]
+    assert parallel.plan.optimizer.name == kind
+    return int(parallel.plan.predicted.parts["optimizer_bytes"]), sum(t.nbytes for t in local)
+
+
 def doubled(args: Iterable[Tensor]) -> list[Tensor]:
     return [a.double() if a.is_floating_point() else a for a in args]
 
@@ -235,3 +250,32 @@ def test_two_optimizers_norms_and_what_is_not_finite(pool: RankPool) -> None:
         loss, gradient = found["said"]
         assert loss.startswith("step 4: the loss is nan, parameters are as before. Look at this step's batch")
         assert gradient.startswith(f"step 6: the gradient of {last} is nan or inf on rank 1 (dp=0 tp=1), the loss is ")
+
+
+def test_a_plan_counts_the_bytes_of_the_states_that_an_optimizer_makes(pool: RankPool) -> None:
+    for kind in ("Adafactor", "SGD", "Lion"):
+        predicted, held = pool.run(state_of, kind)[0]
+        assert predicted == held and (held > 0) == (kind != "SGD"), kind
+
+
+def test_states_are_found_by_a_step() -> None:
+    tensors = [torch.ones(2, 2), torch.ones(3), torch.ones(2, 2, 2, dtype=torch.bfloat16)]
+    found = {
+        "adam,amsgrad=true": {"*": ("param",) * 3},
+        "adafactor": {"fp32 1": ("param",), "fp32 2": ("d1:fp32", "d0:fp32"), "bf16 3": ("d0*d2:bf16", "d0*d1:bf16")},
+    }
+    for name, states in found.items():
+        assert optimizer_states(name, tensors).states == states
+    several = optimizer_states(lambda p: (torch.optim.Muon if p[0].ndim == 2 else torch.optim.Adam)(p), tensors[:2])
+    assert several.name == "Adam, Muon" and several.states == {"fp32 1": ("param", "param"), "fp32 2": ("param",)}
+    assert optimizer_states(partial(torch.optim.SGD, momentum=0.9), tensors).name == "SGD(momentum=0.9)"
+    wrong: dict[Any, str] = {
+        "adaw": "^optimizer: 'adaw' is not in torch.optim, did you mean 'adamw'. Legal: adadelta, adafactor, ",
+        "sgd,momentum": "^optimizer: 'momentum' is not KEY=VALUE. Example: sgd,momentum=0.9.$",
+        "muon": "^optimizer: Muon does not step on a parameter of 3 dims in bf16 .ValueError: Muon only supports 2D",
+        "sgd,momentun=1": "^optimizer: SGD.momentun=1. does not step on .* unexpected keyword argument 'momentun'",
+        3: "^optimizer: 3 is no optimizer. Give a class as torch.optim.AdamW, its name, or a function of a list of par",
+    }
+    for wanted, said in wrong.items():
+        with pytest.raises(AutoparError, match=said):
+            optimizer_states(wanted, tensors)

@@ -241,7 +241,7 @@ def test_treatments_of_parameters_that_are_missing_are_seen(monkeypatch: pytest.
 
 def test_bytes_that_are_not_priced_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the optimizer's states the problem says that more fits than does."""
-    monkeypatch.setattr(pose, "ADAMW_STATES", 0)
+    monkeypatch.setattr(pose, "state_bytes", lambda *args: 0.0)
     made = one_microbatch()
     problem = made.search.best
     assert problem is not None and problem.problem is not None and problem.assignment is not None

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.choosing.pose import ADAMW_STATES
 from autopar.choosing.poser import Body
 from autopar.cluster import Cluster
+from autopar.optimizer_states import state_bytes
 from autopar.passes.facts import Strategy, fact, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh
 from autopar.passes.price import prices
-from autopar.solver.cost import adamw, roofline
+from autopar.solver.cost import roofline, update
 
 ALMOST = 1 - 1e-12  # sums of floats in another order
 
@@ -62,8 +62,9 @@ def floor_of(body: Body, cluster: Cluster) -> Floor:
         saved += count * sum(t.value.nbytes for t in wiring.tensors if t.made and not t.view and (t.kept or t.own))
     for parameter in _parameters(body):
         v = value(parameter)
-        static += v.nbytes * (2 + ADAMW_STATES if v.grad else 1)
-        compute += float(adamw(v.nbytes, chip.memory_rate)) if v.grad else 0.0
+        kept = state_bytes(body.prepared.captured.optimizer, v.shape, v.dtype, v.nbytes) if v.grad else 0.0
+        static += v.nbytes * (2 if v.grad else 1) + kept
+        compute += float(update(v.nbytes, kept, chip.memory_rate)) if v.grad else 0.0
     return Floor(compute, static, saved, transient)
 
 

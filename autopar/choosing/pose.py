@@ -25,6 +25,7 @@ from torch import fx
 from autopar.choosing.op_states import Column, Menu, OpStates, arriving_parts, op_states
 from autopar.choosing.wiring import Tensor, Wiring
 from autopar.cluster import Cluster
+from autopar.optimizer_states import state_bytes
 from autopar.passes.calls import call_key
 from autopar.passes.changes import costs
 from autopar.passes.facts import Choice, Value, value
@@ -34,8 +35,9 @@ from autopar.passes.price import local_bytes
 from autopar.passes.roles import Roles
 from autopar.passes.strategy import Proposal
 from autopar.passes.units import Units
+from autopar.plan import Optimizer
 from autopar.runtime.buckets import CAP
-from autopar.solver.cost import adamw
+from autopar.solver.cost import update
 from autopar.solver.problem import (
     COMPUTE,
     EXPOSED,
@@ -54,7 +56,6 @@ from autopar.solver.problem import (
 from autopar.wires import wire_of
 
 UNHIDDEN = 1e-3  # of hidden seconds, taken as exposed so that ties are broken
-ADAMW_STATES = 2  # tensors of a parameter's size and dtype that the optimizer holds
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,10 +96,11 @@ def pose(
     zero: int | None = None,
     menu: Menu | None = None,
     roles: Roles | None = None,
+    optimizer: Optimizer,
 ) -> Posed:
     """The problem on ``mesh``. ``times``: the choice of each op on the time axis; ``zero``: the only stage allowed;
     ``roles``: of pinned axes."""
-    return _Pose(mesh, cluster, zero, menu or Menu(), roles).run(name, units, wirings, times, proposals)
+    return _Pose(mesh, cluster, zero, menu or Menu(), optimizer, roles).run(name, units, wirings, times, proposals)
 
 
 @dataclass(eq=False)
@@ -107,6 +109,7 @@ class _Pose:
     cluster: Cluster
     zero: int | None
     menu: Menu
+    optimizer: Optimizer
     roles: Roles | None = None
 
     def __post_init__(self) -> None:
@@ -248,10 +251,11 @@ class _Pose:
         rows = np.zeros((len(states), len(RESOURCES)))
         for row, s in zip(rows, states, strict=True):
             rest, use = local_bytes(v, s.rest, self.plain), local_bytes(v, s.use, self.plain)
-            row[STATIC] = rest * (2 + ADAMW_STATES if v.grad else 1)
+            kept = state_bytes(self.optimizer, v.shape, v.dtype, rest) if v.grad else 0.0
+            row[STATIC] = rest * (2 if v.grad else 1) + kept
             if s.gather == "step":
                 row[STATIC] += use * (2 if v.grad and s.reduce == "step" else 1)
-            row[COMPUTE] = adamw(rest, self.cluster.chip.memory_rate) if v.grad else 0.0
+            row[COMPUTE] = update(rest, kept, self.cluster.chip.memory_rate) if v.grad else 0.0
             row[HIDDEN] = s.seconds(self.microbatches)
             row[EXPOSED] = UNHIDDEN * row[HIDDEN]
         return rows

@@ -157,6 +157,7 @@ class Poser:
             self.cluster,
             zero=self.zero,
             menu=self.menu,
+            optimizer=self.captured.optimizer,
             roles=self._roles_on(body, self.pinned) if self.pinned else None,
         )
 

@@ -34,6 +34,7 @@ ELSEWHERE = (
     "nodes",
     "ranks",
     "global_batch",
+    "optimizer",
 )  # flags of what is neither a plan nor a reference model
 FORMULAS = (
     "instead of a MODEL: FLOPs and bytes of a reference model in its own symbols: gpt or llama, then any of tp sp cp "
@@ -49,7 +50,7 @@ def add(commands: Any) -> None:
     plan.add_argument("--problem", metavar="FILE", help=f"save what the solver was given ({PROBLEM}), for `check`")
     cluster_flags(plan)
     common_flags(plan)
-    _dropout_flag(plan)
+    _training_flags(plan)
     plan.set_defaults(run=_plan)
 
     explain = commands.add_parser("explain", help="say what a plan does", allow_abbrev=False)
@@ -60,11 +61,16 @@ def add(commands: Any) -> None:
     )
     cluster_flags(explain)
     common_flags(explain)
-    _dropout_flag(explain)
+    _training_flags(explain)
     explain.set_defaults(run=_explain)
 
 
-def _dropout_flag(command: argparse.ArgumentParser) -> None:
+def _training_flags(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--optimizer",
+        metavar="NAME",
+        help="one of torch.optim, whose states count: adamw (default), sgd,momentum=0.9",
+    )
     command.add_argument(
         "--dropout",
         choices=("exact", "per-rank"),
@@ -82,6 +88,7 @@ class Asked:
     pins: Pins
     batch: int | None
     dropout: str
+    optimizer: str | None
 
     @staticmethod
     def of(options: argparse.Namespace) -> Asked:
@@ -91,7 +98,7 @@ class Asked:
         spec = ModelSpec.parse(options.model, options.set, options.loss)
         pins, cluster = Pins.parse(options.pin), cluster_of(options)
         _refuse(pins, cluster, options.global_batch)
-        return Asked(spec.load(), cluster, pins, options.global_batch, options.dropout)
+        return Asked(spec.load(), cluster, pins, options.global_batch, options.dropout, options.optimizer)
 
     def compile(self, pins: Pins) -> Parallel:
         """The model planned with these pins."""
@@ -106,6 +113,7 @@ class Asked:
             pins=pins,
             global_batch=self.batch,
             dropout=self.dropout,
+            optimizer=self.optimizer,
         )
 
 

@@ -7,7 +7,7 @@ from autopar.plan import Plan
 
 NOTE = (
     "n ranks of the axis; B bytes, counted as nccl-tests does; L latency and W bus bandwidth of the axis's tier; "
-    "F FLOP/s and H bytes/s of device memory that are reached."
+    "Z bytes of optimizer states; F FLOP/s and H bytes/s of device memory that are reached."
 )
 
 
@@ -19,12 +19,12 @@ def formulas(plan: Plan) -> Section:
 
     from autopar.solver import cost
 
-    nbytes, latency, wire, flops, rate, memory = sympy.symbols("B L W flops F H", positive=True)
+    nbytes, states, latency, wire, flops, rate, memory = sympy.symbols("B Z L W flops F H", positive=True)
     compute, exposed, hidden, optimizer = sympy.symbols("compute exposed hidden optimizer", positive=True)
     rows = [
         ("step", cost.step_time(compute + optimizer, exposed, hidden)),
         ("op", cost.roofline(flops, nbytes, rate, memory)),
-        ("AdamW", cost.adamw(nbytes, memory)),
+        (plan.optimizer.name, cost.update(nbytes, states, memory)),
     ]
     many = sympy.Symbol("n", integer=True, positive=True)
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from autopar.explain.page import Section
 from autopar.explain.quantities import GIB, bytes_text, percent, seconds_text
-from autopar.plan import Plan
+from autopar.plan import Optimizer, Plan
+from autopar.solver.cost import PASSES, STATE_PASSES
 
 KINDS = {
     "compute_s": ("compute", "forward and backward; each op as long as its FLOPs or its bytes take"),
-    "optimizer_s": ("optimizer", "AdamW: 7 passes over the resting bytes"),
+    "optimizer_s": ("optimizer", ""),  # see `_passes`
     "exposed_s": ("exposed communication", "of activations: compute waits for it"),
     "hidden_s": ("hidden communication", "of parameters and gradients: runs beside compute and optimizer"),
 }
@@ -20,7 +21,7 @@ def step_time(plan: Plan) -> Section:
     if step is None:
         return Section("Time of a step", ())
     rows = [
-        (name, seconds_text(parts[key]), percent(parts[key], step), remark)
+        (name, seconds_text(parts[key]), percent(parts[key], step), remark or _passes(plan.optimizer))
         for key, (name, remark) in KINDS.items()
         if key in parts
     ]
@@ -29,6 +30,13 @@ def step_time(plan: Plan) -> Section:
     remark = "exposed + max(compute + optimizer, hidden)" if rows else ""
     rows.append(("step", seconds_text(step), "100.0 %", remark))
     return Section("Time of a step", tuple(rows), ("kind", "time", "of the step", ""))
+
+
+def _passes(optimizer: Optimizer) -> str:
+    states = set(optimizer.states.values())
+    if len(states) == 1 and set(*states) <= {"param"}:
+        return f"{optimizer.name}: {PASSES + STATE_PASSES * len(*states)} passes over the resting bytes"
+    return f"{optimizer.name}: {PASSES} passes over the resting bytes, {STATE_PASSES} over its states"
 
 
 def _waits(plan: Plan) -> float:

@@ -13,25 +13,26 @@ exposed + Max(compute, hidden)
 """
 
 from autopar.solver.cost.communication import KINDS, collective, share
-from autopar.solver.cost.compute import ADAMW_PASSES, adamw, roofline
+from autopar.solver.cost.compute import PASSES, STATE_PASSES, roofline, update
 from autopar.solver.cost.device import Device
 from autopar.solver.cost.network import Lane, Line, Network
 from autopar.solver.cost.step import peak_bytes, step_time
 from autopar.solver.cost.tables import Grid, Samples
 
 __all__ = [
-    "ADAMW_PASSES",
     "KINDS",
+    "PASSES",
+    "STATE_PASSES",
     "Device",
     "Grid",
     "Lane",
     "Line",
     "Network",
     "Samples",
-    "adamw",
     "collective",
     "peak_bytes",
     "roofline",
     "share",
     "step_time",
+    "update",
 ]

@@ -6,10 +6,12 @@ from typing import Any
 
 from autopar.solver.cost.either import larger
 
-ADAMW_PASSES = 7
-"""How often AdamW touches every resting byte: it reads the parameter, its gradient and two states, and writes the
-parameter and the states. (Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2; a fused kernel
-as in ``torch.optim.AdamW(fused=True)``.)"""
+PASSES = 3
+"""How often an update touches a resting byte: it reads the parameter and its gradient and writes the parameter. Of a
+byte of the optimizer's states `STATE_PASSES`: it is read and written. So AdamW with its two states makes 7 passes
+(Loshchilov and Hutter, "Decoupled weight decay regularization", algorithm 2; one fused kernel as in
+``torch.optim.AdamW(fused=True)``)."""
+STATE_PASSES = 2
 
 
 def roofline(flops: Any, nbytes: Any, flops_per_s: Any, bytes_per_s: Any) -> Any:
@@ -23,11 +25,11 @@ def roofline(flops: Any, nbytes: Any, flops_per_s: Any, bytes_per_s: Any) -> Any
     return larger(flops / flops_per_s, nbytes / bytes_per_s)
 
 
-def adamw(nbytes: Any, bytes_per_s: Any) -> Any:
-    """Seconds of one AdamW update of parameters that rest in ``nbytes`` bytes on this rank (gradient and states in
-    the same dtype). ``bytes_per_s``: rate reached of device memory.
+def update(nbytes: Any, states: Any, bytes_per_s: Any) -> Any:
+    """Seconds of one update of parameters that rest in ``nbytes`` bytes on this rank, by an optimizer that keeps
+    ``states`` bytes of them. ``bytes_per_s``: rate reached of device memory.
 
-    >>> adamw(nbytes=3e9, bytes_per_s=3e12)
+    >>> update(nbytes=3e9, states=6e9, bytes_per_s=3e12)
     0.007
     """
-    return ADAMW_PASSES * nbytes / bytes_per_s
+    return (PASSES * nbytes + STATE_PASSES * states) / bytes_per_s

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from autopar.cluster import Cluster
     from autopar.compile import Parallel, compile
     from autopar.errors import AutoparError
+    from autopar.initialise import deferred_init
     from autopar.passes.rules.core import factors
     from autopar.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["AutoparError", "Cluster", "Parallel", "Plan", "compile", "factors", "load", "save"]
+__all__ = ["AutoparError", "Cluster", "Parallel", "Plan", "compile", "deferred_init", "factors", "load", "save"]
 
 # Names come from their modules at first use: reading a plan or asking for help must not cost the import of torch.
 _HOME = {
@@ -30,6 +31,7 @@ _HOME = {
     "Parallel": "autopar.compile",
     "Plan": "autopar.plan",
     "compile": "autopar.compile",
+    "deferred_init": "autopar.initialise",
     "factors": "autopar.passes.rules.core",
     "load": "autopar.checkpoint",
     "save": "autopar.checkpoint",

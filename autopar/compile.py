@@ -21,11 +21,11 @@ from autopar.capture import Capture, capture
 from autopar.choosing.plan_training import Planned, plan_training, solves
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
+from autopar.initialise import Initialised
 from autopar.optimizer_states import Wanted, optimizer_states
 from autopar.passes.layout import Layout
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins, ResolvedPins, resolve
-from autopar.placed import Placed
 from autopar.plan import Plan, loads
 from autopar.predict import predict
 from autopar.rests import resting, rests_of
@@ -52,7 +52,7 @@ class Ready:
     search: Saved | None = None
 
 
-class Parallel(Placed):
+class Parallel(Initialised):
     """A model as trained on a cluster. Made by `compile`.
 
     Its parameters are DTensors under the model's own names, its buffers and ``state_dict`` keys the model's. Give
@@ -78,13 +78,12 @@ class Parallel(Placed):
         optimizer: Wanted | None,
         options: Mapping[str, Any],
     ) -> None:
-        super().__init__(cluster.ranks)
+        super().__init__(model, cluster.ranks)
         if inputs not in ("global", "local"):
             raise AutoparError(
                 f"compile: inputs={inputs!r} is not known. Use "
                 "'global' (every rank has the batch) or 'local' (its rows)."
             )
-        self._model = [model]  # in a list, so that nn.Module does not count it as its own
         self._modes = {module: module.training for module in model.modules()}
         self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
         self._options = dict(options)
@@ -184,6 +183,12 @@ class Parallel(Placed):
         with naming(ranks, 0):
             lowerable = with_changes(apply(plan, prepared))
             emitted = lower(lowerable, ranks.rank, ranks.group_names, ranks.device)
+            empty = next((n for n in emitted.constants if prepared.captured.constants[n].is_meta), None)
+            if empty is not None:
+                raise AutoparError(
+                    f"{empty}: is a tensor on the meta device and neither parameter nor buffer, so nothing gives it a "
+                    "value. Make it a buffer, or build the model by autopar.deferred_init."
+                )
             if not self._held:
                 self._adopt(place(self._model[0], emitted.parameters, ranks))
                 self._rests = rests_of(plan)
@@ -229,6 +234,7 @@ class Parallel(Placed):
                 "step: gradients are off (no_grad or inference_mode around it). Leave it, or call parallel(...)."
             )
         ready, program, tensors = self._call(args, kwargs)
+        self._refuse_without_values("step")
         made = program.step(tensors, inputs_are=self._inputs, outputs=outputs)
         if self.error_if_nonfinite:
             with naming(program.ranks, program.steps):
@@ -247,6 +253,7 @@ class Parallel(Placed):
                 "parallel.eval() or torch.no_grad() for outputs alone."
             )
         ready, program, tensors = self._call(args, kwargs)
+        self._refuse_without_values("forward")
         leaves = program.forward(tensors, inputs_are=self._inputs)
         made = ready.captured.unflatten_outputs(leaves)
         return made[1] if ready.captured.has_loss and ready.captured.outputs.loss_leaf is None else made

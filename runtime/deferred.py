@@ -193,7 +193,6 @@ def record(fn: Callable[[], T], seed: int) -> tuple[T, Recorder]:
         default.set_state(before)
         for generator, state in recorder.moved:
             generator.set_state(state)
-    recorder.close()
     return made, recorder
 
 
@@ -218,10 +217,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number = self._number(tensor.untyped_storage())
         return Place(number, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
 
-    def close(self) -> None:
-        """Note how large storages are in the end, and let go of what only recording needs."""
-        self.recipe.nbytes = [int(storage.nbytes()) for storage in self._alive]
-
     def value(self, tensor: Tensor) -> Value:
         """What a tensor, on meta or from outside, has as value now."""
         return Value(self.recipe, self.place(self._on_meta(tensor)), tensor._version)
@@ -230,7 +225,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """The value of a tensor on meta now, computed."""
         from autopar.runtime.replay import value_of
 
-        self.close()
         return value_of(self.recipe, self.place(tensor))
 
     def __torch_dispatch__(
@@ -244,8 +238,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)  # computes on tensors from outside alone
         if any(not t.is_meta for t in written):
             raise AutoparError(
-                f"deferred_init: {func} writes into a tensor that torch did not make (of numpy, or from before). "
-                "Make it with torch, in the constructor."
+                f"deferred_init: {func} writes into a tensor from outside the constructor. Make it there, or give the "
+                "constructor a copy: tensor.clone()."
             )
         generator = next((value for _, value in slots if isinstance(value, torch.Generator)), None)
         self._refuse_devices(func, slots)
@@ -267,6 +261,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._really(func, args, kwargs)
         if torch.Tag.inplace_view not in func.tags:
             self._note(func, args, kwargs, out, known, generator)
+        for tensor in written:  # it may have been resized
+            self.recipe.nbytes[self._number(tensor.untyped_storage())] = int(tensor.untyped_storage().nbytes())
         return out
 
     def _note(
@@ -315,6 +311,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = len(self._alive)
             self._alive.append(storage)
+            self.recipe.nbytes.append(int(storage.nbytes()))
         return self._storages[storage._cdata]
 
     def _on_meta(self, a: Any) -> Any:

@@ -15,15 +15,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from autopar.errors import AutoparError
 from autopar.passes.layout import Layout, Mesh
+from autopar.runtime.deferred import Value, recall
 from autopar.runtime.mesh import Ranks, nesting, placements
+from autopar.runtime.replay import Target, replay
+from autopar.runtime.runs import Region, Runs, chunks, put_chunk, take, whole_runs
 
 if TYPE_CHECKING:
     from autopar.passes.lower import ParameterUse
 
-Runs = tuple[tuple[tuple[int, int], ...], ...]
+EMPTY = bytes(range(0xA5, 0xA5 + 16))  # how elements without a value begin
 
 
 class Names(nn.Module):
@@ -31,15 +35,19 @@ class Names(nn.Module):
 
 
 def place(model: nn.Module, uses: Iterable[ParameterUse], ranks: Ranks) -> Names:
-    """A tree of `Names` with the model's parameters as DTensors and its buffers as plain tensors, all from rank 0.
+    """A tree of `Names` with the model's parameters as DTensors and its buffers as plain tensors.
 
-    Collective. The values of ``model`` count on rank 0 only: elsewhere it may be on the meta device. Names, their
-    order, ties, ``requires_grad`` and non-persistent buffers stay as they are. A parameter in no ``uses`` rests whole
-    on every rank. Raises AutoparError where ranks were given different models or rank 0 has no values.
+    Collective. Names, their order, ties, ``requires_grad`` and non-persistent buffers stay as they are. A parameter in
+    no ``uses`` rests whole on every rank. Values are rank 0's, sent some megabytes at a time, wherever the model of
+    the other ranks is. Where rank 0's is on the meta device, every rank computes its own pieces of what
+    `autopar.deferred_init` recorded; where nothing is recorded, tensors have no values yet, and `lacking` names them.
+    Raises AutoparError where ranks were given different models.
 
     Example: ``place(model, local.parameters, connect(mesh)).state_dict()`` has the keys of ``model.state_dict()``.
     """
-    _agree(model, ranks)
+    tensors = _named(model)
+    values = {name: recall(name, t) for name, t in tensors.items()}
+    real = _agree(tensors, values, ranks)
     rests = {use.fqn: use.rest for use in uses}
     layouts: dict[int, Layout] = {}
     for fqn, parameter in model.named_parameters(remove_duplicate=False):
@@ -50,44 +58,65 @@ def place(model: nn.Module, uses: Iterable[ParameterUse], ranks: Ranks) -> Names
     device_mesh = ranks.device_mesh(order)
     placed: dict[int, Tensor] = {}
     for parameter in model.parameters():
-        full, layout = from_rank_0(parameter, ranks), layouts[id(parameter)]
+        shape, layout = tuple(parameter.shape), layouts[id(parameter)]
+        runs = layout.runs(shape, ranks.mesh, ranks.coordinates)
         dtensor = DTensor.from_local(
-            piece(full, layout, ranks.mesh, ranks.coordinates),
+            _filled(parameter, runs, ranks, real),
             device_mesh,
             placements(layout, order),
             run_check=False,
-            shape=full.shape,
-            stride=full.stride(),
+            shape=parameter.shape,
+            stride=torch.empty(shape, device="meta").stride(),
         )
         placed[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
-        placed[id(buffer)] = from_rank_0(buffer, ranks).clone()
-    return _mirror(model, placed, {})
+        placed[id(buffer)] = _filled(buffer, whole_runs(buffer.shape), ranks, real)
+    names = _mirror(model, placed, {})
+    if not real:
+        for tensor in _named(names).values():
+            _mark_empty(tensor)
+        compute(names, {name: value for name, value in values.items() if value is not None})
+    return names
+
+
+def compute(names: nn.Module, values: Mapping[str, Value]) -> dict[str, str]:
+    """Give tensors that `place` made the values that were recorded for them, each rank its own pieces; by name.
+
+    Returns what had to be made whole for a while, with the op that needs it. Not collective. Raises AutoparError for a
+    tensor that nothing wrote, and then writes none of its recipe.
+    """
+    targets: dict[int, list[Target]] = {}
+    tensors = _named(names)
+    for name, value in values.items():
+        into = tensors[name]
+        targets.setdefault(id(value.recipe), []).append(Target(name, value.place, runs_of(into), local(into.detach())))
+    made_whole: dict[str, str] = {}
+    for own in targets.values():
+        made_whole |= replay(values[own[0].name].recipe, own)
+    return made_whole
+
+
+def lacking(names: nn.Module) -> list[str]:
+    """The names of tensors that `place` made without values and that nothing has written since."""
+    return [name for name, tensor in _named(names).items() if _is_empty(tensor)]
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's piece of a parameter or gradient, sharing its memory."""
-    assert isinstance(tensor, DTensor), type(tensor)
-    return tensor._local_tensor
+    """This rank's piece of a parameter or gradient, sharing its memory; a buffer is its own."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def runs_of(tensor: Tensor) -> Runs:
+    """The (start, length) runs of every dim that this rank holds of a tensor that `place` made."""
+    if not isinstance(tensor, DTensor):
+        return whole_runs(tensor.shape)
+    lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(((start, length),) for start, length in zip(starts, lengths, strict=True))
 
 
 def piece(full: Tensor, layout: Layout, mesh: Mesh, coordinates: tuple[int, ...]) -> Tensor:
     """The piece of ``full`` that the rank at ``coordinates`` holds, contiguous, in memory of its own."""
     return take(full, layout.runs(tuple(full.shape), mesh, coordinates)).clone(memory_format=torch.contiguous_format)
-
-
-def take(tensor: Tensor, runs: Runs) -> Tensor:
-    """The (start, length) runs of every dim of ``tensor``; a view where each dim has one run.
-
-    >>> take(torch.arange(8), (((2, 2), (5, 1)),)).tolist()
-    [2, 3, 5]
-    """
-    for dim, pieces in enumerate(runs):
-        if len(pieces) == 1:
-            tensor = tensor.narrow(dim, *pieces[0])
-        else:
-            tensor = torch.cat([tensor.narrow(dim, start, length) for start, length in pieces], dim)
-    return tensor
 
 
 def from_rank_0(tensor: Tensor, ranks: Ranks) -> Tensor:
@@ -144,24 +173,77 @@ def digest(text: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little", signed=True)
 
 
-def _agree(model: nn.Module, ranks: Ranks) -> None:
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+def _named(module: nn.Module) -> dict[str, Tensor]:
+    """Every parameter and buffer, tied ones by all their names."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return {**parameters, **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _agree(tensors: Mapping[str, Tensor], values: Mapping[str, Value | None], ranks: Ranks) -> bool:
+    """Whether rank 0 has real tensors, once all ranks have shown that theirs are the same."""
     described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
+    recipes = [
+        b"" if value is None else value.recipe.digest + repr(value.place).encode()
+        for value in {id(tensors[name]): value for name, value in values.items()}.values()
+    ]
     own = [digest("\n".join(described).encode()), int(any(t.is_meta for t in tensors.values()))]
-    every = ranks.gather_numbers(own)
-    for other, (number, _) in enumerate(every):
+    every = ranks.gather_numbers([*own, digest(b"\n".join(recipes))])
+    for other, (number, meta, recipe) in enumerate(every):
         if number != every[0][0]:
             raise AutoparError(
                 f"compile: rank {other} has other parameter names, shapes or dtypes than rank 0 "
                 "(a model built from the rank or from random sizes). Build the same model on every rank."
             )
-    if every[0][1]:
-        raise AutoparError(
-            "compile: rank 0's model is on the meta device, so there are no values to train. Give it weights."
-        )
+        if every[0][1] and (not meta or recipe != every[0][2]):
+            differs = "was made by another deferred_init" if meta else "is real"
+            raise AutoparError(
+                f"compile: rank 0's model is on the meta device, and that of rank {other} {differs}. Build the same "
+                "model on every rank."
+            )
+    return not every[0][1]
+
+
+def _mark_empty(tensor: Tensor) -> None:
+    """Note that a tensor has no value: in its first and last element, since what writes into a DTensor's piece (as
+    torch.distributed.checkpoint does) changes no version of the DTensor."""
+    for end in _ends(tensor):
+        end.copy_(torch.tensor(list(EMPTY[: len(end)]), dtype=torch.uint8))
+    tensor._autopar_empty = tensor._version  # type: ignore[attr-defined]
+
+
+def _is_empty(tensor: Tensor) -> bool:
+    """Whether nothing has been written since; a piece of no elements needs nothing."""
+    if getattr(tensor, "_autopar_empty", None) != tensor._version or not local(tensor).numel():
+        return False
+    return all(bytes(end.tolist()) == EMPTY[: len(end)] for end in _ends(tensor))
+
+
+def _ends(tensor: Tensor) -> list[Tensor]:
+    """The bytes of the first and the last element that this rank holds; none where any byte may be a value."""
+    own = local(tensor).detach()
+    if tensor.dtype.itemsize == 1 or not own.numel():
+        return []
+    flat = own.view(-1)
+    return [flat[:1].view(torch.uint8)[: len(EMPTY)], flat[-1:].view(torch.uint8)[: len(EMPTY)]]
+
+
+def _filled(tensor: Tensor, runs: Runs, ranks: Ranks, real: bool) -> Tensor:
+    """This rank's runs of rank 0's value of ``tensor``, contiguous, in memory of its own; without ``real`` just the
+    memory."""
+    region = Region(tuple(tensor.shape), tensor.dtype, runs)
+    made = torch.empty(region.local, dtype=tensor.dtype, device=ranks.device)
+    if not real:
+        return made
+    flat = tensor.detach().contiguous().reshape(-1) if ranks.rank == 0 else None
+    for start, length in chunks(tensor.numel(), tensor.dtype.itemsize):
+        if flat is not None:
+            chunk = flat[start : start + length].to(ranks.device)
+        else:
+            chunk = torch.empty(length, dtype=tensor.dtype, device=ranks.device)
+        if ranks.mesh.ranks > 1:
+            dist.broadcast(chunk.view(torch.uint8), src=0, group=ranks.world)
+        put_chunk(made, region, start, chunk)
+    return made
 
 
 def _mirror(module: nn.Module, placed: Mapping[int, Tensor], seen: dict[int, Names]) -> Names:

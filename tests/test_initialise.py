@@ -1,0 +1,279 @@
+"""Models without values get those of one process, bit for bit, each rank its own pieces; weights are read so too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import init
+
+import autopar
+from autopar import AutoparError, Cluster
+from autopar.initialise import deferred_init, reset_parameters
+from autopar.models.llama import SIZES, Llama
+from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.lower import ParameterUse
+from autopar.runtime import replay, runs
+from autopar.runtime.mesh import connect
+from autopar.runtime.parameters import lacking, local, place
+from autopar.runtime.pool import RankPool
+
+MESH = Mesh((Axis("dp", 2),))
+SEED = 3
+
+
+class Odd(nn.Module):
+    """Whatever constructors do: every draw, values thrown away, own generators, forks, values asked for, numbers from
+    outside, views, casts, tensors beside buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(33, 7, padding_idx=2)
+        self.conv, self.norm, self.lstm = nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5), nn.LSTM(5, 7, 2)
+        for name in ("trunc", "orthogonal", "sparse", "twice"):
+            self.register_parameter(name, nn.Parameter(torch.empty(9, 17)))
+        init.trunc_normal_(self.trunc, std=0.02)
+        init.orthogonal_(self.orthogonal)
+        init.sparse_(self.sparse, 0.3)
+        init.kaiming_uniform_(self.twice)
+        init.normal_(self.twice, std=0.02)
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            self.forked = nn.Parameter(torch.randn(30))
+        self.after = nn.Parameter(torch.randn(37) * 0.1 + 1)
+        self.own = nn.Parameter(torch.empty(10, 10))
+        init.normal_(self.own, generator=torch.Generator().manual_seed(4))
+        self.outside = nn.Parameter(torch.tensor([1.0, 2.0, 3.0])[:, None] * torch.rand(3, 40))
+        self.transposed, self.part = nn.Parameter(torch.randn(6, 5).t()), nn.Parameter(torch.rand(12, 12)[2:5])
+        self.log = nn.Parameter(torch.rand(6, 9).add_(1).log())
+        self.old = nn.Parameter(torch.FloatTensor(3, 4).uniform_(-1, 1))
+        self.rows = nn.Parameter(torch.zeros(8, 6))
+        self.rows.data[3:5].fill_(2.0)
+        self.order = nn.Parameter(torch.randperm(12).double())
+        self.asked = nn.Parameter(torch.rand(3 if torch.rand(()).item() > 0.5 else 4))
+        self.rate = torch.linspace(0, 1, 6).tolist()[2]
+        self.beside = {"table": torch.arange(3) * torch.rand(3)}
+        self.register_buffer("mask", torch.tril(torch.ones(5, 5)), persistent=False)
+
+
+def hf_llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    return LlamaForCausalLM(
+        LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True)
+    )
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)
+
+
+FACTORIES: dict[str, Callable[[], nn.Module]] = {
+    "llama": lambda: Llama(SIZES["tiny"]),
+    "hf": hf_llama,
+    "hf bf16": lambda: hf_llama().bfloat16(),
+    "encoder": encoder,
+    "odd": Odd,
+    "double": lambda: Odd().double(),
+}
+
+
+def real(factory: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(SEED)
+    return factory()
+
+
+def values(module: nn.Module) -> dict[str, Tensor]:
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
+
+
+def equal(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert not [name for name in a if a[name].dtype != b[name].dtype or not torch.equal(a[name], b[name])]
+
+
+def uses(model: nn.Module) -> Iterator[ParameterUse]:
+    """Parameters rest on their dims in turn, the last of some whole."""
+    for i, (fqn, p) in enumerate(model.named_parameters()):
+        dim = i % (p.ndim + 1)
+        layout = Layout.parse("I" if dim == p.ndim else f"S{dim}", p.ndim)
+        yield ParameterUse(fqn, tuple(p.shape), p.dtype, True, layout, layout, "step")
+
+
+# what the ranks run
+
+
+def deferred(rank: int, name: str) -> tuple[dict[str, Tensor], list[int]]:
+    """Pieces of every tensor, drawn in small chunks, and the bytes that this rank holds."""
+    small, chunk = replay.SMALL, runs.CHUNK
+    replay.SMALL, runs.CHUNK = 64, 256
+    torch.manual_seed(rank)
+    before = torch.get_rng_state()
+    try:
+        model = deferred_init(FACTORIES[name], seed=SEED)
+        names = place(model, list(uses(model)), connect(MESH))
+    finally:
+        replay.SMALL, runs.CHUNK = small, chunk
+    assert torch.equal(before, torch.get_rng_state()) and not lacking(names)
+    if name == "odd":
+        assert model.rate == real(Odd).rate and torch.equal(model.beside["table"], real(Odd).beside["table"])
+    return values(names), [local(p.detach()).numel() for p in names.parameters()]
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(0))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def trained(rank: int, folder: str) -> tuple[Any, ...]:
+    """A step from deferred values; then, on plain meta, every way to get some and every line for those who do not."""
+    model = deferred_init(FACTORIES["llama"], seed=SEED)
+    first = autopar.compile(model, Cluster.local(2), args=batch(), pins="dp=2 zero=3")
+    loss = first.step(*batch())
+    with torch.device("meta"):
+        model = Llama(SIZES["tiny"])
+    parallel = autopar.compile(model, Cluster.local(2), args=batch(), pins="tp=2")
+    said = [refusal(lambda: parallel.step(*batch())), refusal(lambda: parallel.init_weights())]
+    assert parallel.init_weights(seeded_init, seed=SEED) == {}
+    drawn = values(parallel)
+    parallel.step(*batch())
+    read = []
+    autopar.save(f"{folder}/autopar", first)
+    dcp.save(first.state_dict(), checkpoint_id=f"{folder}/dcp")
+    for path in ("one.safetensors", "folder", "autopar", "dcp"):
+        parallel.init_weights(init_zeros)
+        assert parallel.load_weights(f"{folder}/{path}") == ([], [])
+        read.append(values(parallel))
+    for path in ("missing.safetensors", "more.safetensors", "shape.safetensors", "dtype.safetensors", "nothing"):
+        said.append(refusal(lambda path=path: parallel.load_weights(f"{folder}/{path}")))
+    parallel.load_weights(f"{folder}/dtype.safetensors", strict=False)
+    equal(values(parallel), {n: t.bfloat16().float() for n, t in read[0].items()})
+    assert parallel.load_weights(f"{folder}/missing.safetensors", strict=False).missing_keys == ["lm_head.weight"]
+    said.append(refusal(lambda: first.load_weights(f"{folder}/absent")))
+    return loss, values(first), drawn, read, said
+
+
+def hf_weights(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """A base model's checkpoint, in several files, with the tied head missing; inv_freq is in none."""
+    with torch.device("meta"):
+        model = hf_llama()
+    ids = torch.randint(64, (2, 8))
+    parallel = autopar.compile(model, Cluster.local(2), kwargs={"input_ids": ids, "labels": ids}, pins="dp=2 zero=3")
+    parallel.load_weights(folder)
+    read = values(parallel)
+    parallel.init_weights(seed=SEED)
+    return read, values(parallel)
+
+
+def refusal(fn: Callable[[], object]) -> str:
+    with pytest.raises(AutoparError) as caught:
+        fn()
+    return str(caught.value)
+
+
+def init_zeros(model: nn.Module) -> None:
+    for p in model.parameters():
+        init.zeros_(p)
+
+
+def seeded_init(model: nn.Module) -> None:
+    for p in model.parameters():
+        init.trunc_normal_(p, std=0.02) if p.ndim > 1 else init.uniform_(p)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout=120) as pool:
+        yield pool
+
+
+@pytest.mark.parametrize("name", FACTORIES)
+def test_pieces_have_the_values_of_one_process(name: str, pool: RankPool) -> None:
+    expected = values(real(FACTORIES[name]))
+    every = pool.run(deferred, name)
+    for found, _ in every:
+        equal(found, expected)
+    whole = sum(p.numel() for p in real(FACTORIES[name]).parameters())
+    assert all(sum(held) < 0.8 * whole for _, held in every)
+
+
+def test_training_starts_from_them_or_from_a_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    model = real(FACTORIES["llama"])
+    state = model.state_dict()
+    save_file(state, tmp_path / "one.safetensors")
+    (tmp_path / "folder").mkdir()
+    save_file({f"module.{n}": t for n, t in state.items()}, tmp_path / "folder" / "model.safetensors")
+    save_file({n: t for n, t in state.items() if n != "lm_head.weight"}, tmp_path / "missing.safetensors")
+    save_file(state | {"more": torch.ones(1)}, tmp_path / "more.safetensors")
+    save_file(state | {"lm_head.weight": torch.ones(2, 2)}, tmp_path / "shape.safetensors")
+    save_file({n: t.bfloat16() for n, t in state.items()}, tmp_path / "dtype.safetensors")
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "nothing" / "pytorch_model.bin").touch()
+    expected = values(model)
+    loss = model(*batch())
+    for found_loss, found, drawn, read, said in pool.run(trained, str(tmp_path)):
+        torch.testing.assert_close(found_loss, loss.detach())
+        equal(found, expected)
+        torch.manual_seed(SEED)
+        other = Llama(SIZES["tiny"])
+        torch.manual_seed(SEED)
+        seeded_init(other)
+        equal(drawn, values(other))
+        for each in read:
+            equal(each, expected)
+        for line, pattern in zip(said, LINES, strict=True):
+            assert pattern in line and "\n" not in line
+
+
+LINES = (
+    "step: model.embed_tokens.weight, model.layers.0.input_layernorm.weight, ",
+    "model.layers.0.input_layernorm.weight: has no value: nothing wrote all of it",
+    "it has no lm_head.weight. Name its checkpoint",
+    "the model has no more. Name its checkpoint",
+    "lm_head.weight has shape (2, 2) there, (256, 64) here",
+    "torch.bfloat16 there, torch.float32 here",
+    "pytorch_model.bin cannot be read in slices",
+    "there is no such file or folder",
+)
+
+
+def test_hugging_face_folders_load_as_they_are(pool: RankPool, tmp_path: Path) -> None:
+    model = real(hf_llama)
+    model.model.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    torch.manual_seed(SEED)
+    reset_parameters(other := hf_llama())
+    torch.manual_seed(SEED)
+    reset_parameters(other)
+    for read, drawn in pool.run(hf_weights, str(tmp_path)):
+        equal(read, values(model))
+        equal(drawn, values(other))
+
+
+def test_what_cannot_be_recorded_is_one_line() -> None:
+    outside = torch.ones(3)
+    with pytest.raises(AutoparError, match="writes into a tensor from outside"):
+        deferred_init(lambda: nn.ParameterList([outside.add_(torch.ones(3))]))
+    with pytest.raises(AutoparError, match="on cuda"):
+        deferred_init(lambda: nn.ParameterList([torch.ops.aten.ones([2], device="cuda")]))
+    with pytest.raises(AutoparError, match="the factory returned a int"):
+        deferred_init(lambda: 3)
+    with pytest.raises(TypeError):
+        deferred_init(nn.Linear)
+    for change in (lambda m: m.bfloat16(), lambda m: init.ones_(m.weight)):
+        model = deferred_init(nn.Linear, 2, 2)
+        change(model)
+        with pytest.raises(AutoparError, match="weight: was changed after deferred_init"):
+            place(model, [], connect(Mesh(())))
+    garbage = deferred_init(lambda: nn.ParameterDict({"a": torch.ones(2), "b": torch.empty(2)}))
+    with pytest.raises(AutoparError, match="b: has no value: nothing wrote all of it"):
+        place(garbage, [], connect(Mesh(())))

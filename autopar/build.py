@@ -17,10 +17,11 @@ from autopar.capture import Capture, to_float64
 from autopar.choosing.wiring import weights_of
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.mixed_precision import reduced_in, used_in
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
 from autopar.passes.divide_work import Keep, Option, Undivided, flops
-from autopar.passes.facts import KEY, Choice, Strategy, annotate, fact, operand_nodes, value
+from autopar.passes.facts import KEY, Choice, Dtypes, Strategy, annotate, fact, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Lowerable
@@ -55,11 +56,20 @@ def prepare(captured: Capture, microbatches: int, *, float64: bool = False) -> P
     gm = run(gm, PREPARE)
     gm = to_float64(gm) if float64 else gm
     _refuse_changed_constants(gm, captured)
-    annotate(gm, captured.trainable)
+    annotate(gm, captured.trainable, {} if float64 else _dtypes(captured))
     if microbatches == 1:
         return Prepared(gm, None, (), captured)
     prologue, body, hoisted = split_prologue(run(gm, ("hoist_normalisers",)))
     return Prepared(body, prologue, hoisted, captured)
+
+
+def _dtypes(captured: Capture) -> dict[str, Dtypes]:
+    """Of parameters that rest, or whose gradients are reduced, in others than they are used in."""
+    found: dict[str, Dtypes] = {}
+    for fqn, p in captured.parameters.items():
+        used, reduced = used_in(p.dtype, captured.precision), reduced_in(p.dtype, captured.precision)
+        found[fqn] = (p.dtype if used != p.dtype else None, reduced if reduced != p.dtype else None)
+    return found
 
 
 def _refuse_changed_constants(gm: fx.GraphModule, captured: Capture) -> None:

@@ -119,8 +119,10 @@ def sends_of(bucket: Bucket, local: Local) -> list[Sent]:
     """The collectives of a bucket: each carries the bytes of all members that take part."""
     every: list[Sent] = []
     for use in (local.parameters[i] for i in bucket.members):
-        graph = local.enter[use.fqn]
-        every += sends(graph, {n.name: use.trainable for n in graph.graph.nodes if n.op == "placeholder"})
+        graph, v = local.enter[use.fqn], use.value
+        for sent in sends(graph, {n.name: use.trainable for n in graph.graph.nodes if n.op == "placeholder"}):
+            dtype = v.reduced.dtype if sent.backward else v.dtype
+            every.append(replace(sent, nbytes=sent.nbytes * dtype.itemsize // v.dtype.itemsize))
     if any(isinstance(link, Alone) for link in bucket.chains[0]):
         return every
     size: Counter[Sent] = Counter()

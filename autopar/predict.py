@@ -24,7 +24,7 @@ from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.plan import ADAMW, Plan
 from autopar.predict_bytes import predict_bytes
-from autopar.predict_seconds import Priced, model_flops, moved_in, moved_on_entry, work_of
+from autopar.predict_seconds import Priced, cast_seconds, model_flops, moved_in, moved_on_entry, work_of
 from autopar.price_launches import AxisSpan, Prices
 from autopar.run_on_fakes import run_on_fakes
 from autopar.solver.cost import step_time, update
@@ -94,6 +94,7 @@ def _seconds(plan: Plan, model: Lowerable, local: Local, mesh: Mesh, chip: Chip,
     work = work_of(model.body, plan, priced, chip, train=train)
     compute = share * work.seconds
     moved = moved_in(model.body, plan, mesh, times, train=train) + moved_on_entry(local, mesh, times, train=train)
+    compute += cast_seconds(local, times, chip, train=train)
     if model.prologue is not None:
         compute += work_of(model.prologue, plan, priced, chip, train=False).seconds
         moved += moved_in(model.prologue, plan, mesh, 1, train=False)

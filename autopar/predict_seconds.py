@@ -28,7 +28,7 @@ from autopar.passes.strategy import strategy
 from autopar.plan import Plan
 from autopar.runtime.run import units_of
 from autopar.runtime.weights import ways_of
-from autopar.solver.cost import roofline
+from autopar.solver.cost import cast, roofline
 
 
 @dataclass(frozen=True)
@@ -131,16 +131,28 @@ def entry_seconds(local: Local, mesh: Mesh, times: int, *, train: bool) -> tuple
     return latency, moving
 
 
+def cast_seconds(local: Local, times: int, chip: Chip, *, train: bool) -> float:
+    """Of casts from how parameters rest to the dtype that they are used in, a step."""
+    seconds = 0.0
+    for use in local.parameters:
+        if use.use_dtype:
+            read, written = (local_bytes(v, use.rest, local.mesh) for v in (use.value.resting, use.value))
+            there = times * (1 + train) if use.gather == "use" else 1
+            seconds += there * float(cast(read, written, chip.memory_rate))
+    return seconds
+
+
 def _on_entry(use: ParameterUse, local: Local, mesh: Mesh, there: int, back: int) -> tuple[float, float]:
     """Seconds of one parameter that goes so often from rest to use, and its gradient back: the latencies, and what its
     bytes take."""
-    v, latency, moving = Value(use.shape, use.dtype, use.trainable), 0.0, 0.0
+    v, latency, moving = use.value, 0.0, 0.0
+    more = v.reduced.dtype.itemsize / v.dtype.itemsize
     for step in path(use.rest, use.use, v, local.mesh) or ():
         nbytes = held(step, v, mesh)
         fixed, per_byte = terms(step.row, step.axis, False, mesh)
         fixed_both, per_byte_both = terms(step.row, step.axis, v.grad, mesh)
         latency += there * fixed + back * (fixed_both - fixed)
-        moving += nbytes * (there * per_byte + back * (per_byte_both - per_byte))
+        moving += nbytes * (there * per_byte + back * more * (per_byte_both - per_byte))
     return latency, moving
 
 
@@ -167,4 +179,14 @@ def model_flops(graph: fx.GraphModule, *, train: bool) -> Counter[str]:
     return found
 
 
-__all__ = ["Moved", "Priced", "Work", "entry_seconds", "model_flops", "moved_in", "moved_on_entry", "work_of"]
+__all__ = [
+    "Moved",
+    "Priced",
+    "Work",
+    "cast_seconds",
+    "entry_seconds",
+    "model_flops",
+    "moved_in",
+    "moved_on_entry",
+    "work_of",
+]

@@ -82,6 +82,7 @@ def plan_of(
         parameters={fqn: _parameter(captured, n, rests[fqn], mesh) for fqn, n in nodes.items()},
         relaxations=dict(captured.relaxations),
         optimizer=captured.optimizer,
+        precision=captured.precision,
         padding=_padding(nodes, rests, mesh),
         rng=Rng("counter" if any(draws(n.target) for n in gm.graph.nodes) else "none"),
         predicted=Predicted(fallback=_without_rule(gm)),
@@ -165,7 +166,7 @@ def _rests(nodes: Mapping[str, fx.Node]) -> dict[str, Layout]:
     for fqn, node in nodes.items():
         rest = fact(node).rest
         assert rest is not None, f"{fqn} does not rest"
-        found[fqn], nbytes[fqn] = rest, value(node).nbytes
+        found[fqn], nbytes[fqn] = rest, value(node).resting.nbytes
     return one_nesting(found, nbytes)
 
 
@@ -182,11 +183,16 @@ def _parameter(captured: Capture, node: fx.Node, rest: Layout, mesh: Mesh) -> Pa
         use=str(use),
         gather="never" if not moves else "use" if known.gather == "use" else "step",
         reduce="never" if not reduced else "microbatch" if known.reduce == "microbatch" else "step",
-        dtype=DTYPES.get(v.dtype, str(v.dtype).removeprefix("torch.")),
-        grad_dtype=DTYPES.get(v.dtype, str(v.dtype).removeprefix("torch.")),
+        dtype=_word(v.resting.dtype),
+        use_dtype=_word(v.dtype),
+        grad_dtype=_word(v.reduced.dtype),
         trainable=trainable,
         aliases=tuple(sorted(a for a, c in captured.aliases.items() if c == fqn)),
     )
+
+
+def _word(dtype: torch.dtype) -> str:
+    return DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def _padding(nodes: Mapping[str, fx.Node], rests: Mapping[str, Layout], mesh: Mesh) -> tuple[Padding, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,32 @@ from autopar.passes.layout import Layout
 
 KEY = "autopar"
 UNIT = "autopar_unit"  # in the meta of local nodes: the unit of the global node that they were made for
+Dtypes = tuple[torch.dtype | None, torch.dtype | None]  # `Value.rest_dtype` and `Value.reduce_dtype`
 RELAXED = "autopar_relaxed"  # in the meta of random ops that may drop otherwise on every rank
 
 
 @dataclass(frozen=True)
 class Value:
-    """One tensor that a node produces: global shape (elements), dtype, and whether a gradient flows back to it."""
+    """One tensor that a node produces: global shape (elements), dtype, and whether a gradient flows back to it.
+
+    Of a parameter ``dtype`` is what ops read; in mixed precision it may rest in another one (``rest_dtype``), and its
+    gradient may be reduced in another one than it rests in (``reduce_dtype``)."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     grad: bool = False
+    rest_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def resting(self) -> Value:
+        """The same in the dtype in which it rests, and its gradient and the optimizer's states."""
+        return Value(self.shape, self.rest_dtype or self.dtype, self.grad)
+
+    @property
+    def reduced(self) -> Value:
+        """The same in the dtype in which its gradient is reduced."""
+        return Value(self.shape, self.reduce_dtype or self.rest_dtype or self.dtype, self.grad)
 
     @property
     def nbytes(self) -> int:
@@ -118,11 +134,15 @@ def _collect(a: Any, into: list[fx.Node]) -> None:
             _collect(x, into)
 
 
-def annotate(graph_module: fx.GraphModule, trainable: Callable[[str], bool]) -> None:
+def annotate(
+    graph_module: fx.GraphModule, trainable: Callable[[str], bool], dtypes: Mapping[str, Dtypes] | None = None
+) -> None:
     """Give every node its `Fact` from ``meta["val"]``; a gradient flows wherever a float result depends on a trainable
-    parameter and no ``detach`` stands between. Keeps strategy and prologue marks of nodes that have them."""
+    parameter and no ``detach`` stands between. Keeps strategy and prologue marks of nodes that have them. ``dtypes``:
+    of parameters that rest, or whose gradients are reduced, in others than they are used in."""
     from dataclasses import replace
 
+    dtypes = dtypes or {}
     for node in graph_module.graph.nodes:
         val = node.meta.get("val")
         outs: Sequence[Any] = val if isinstance(val, (tuple, list)) else (val,)
@@ -132,8 +152,9 @@ def annotate(graph_module: fx.GraphModule, trainable: Callable[[str], bool]) -> 
             flows = any(v is not None and v.grad for n in node.all_input_nodes for v in fact(n).values)
         else:
             flows = False
+        others = dtypes.get(str(node.target), (None, None)) if node.op == "get_attr" else (None, None)
         values = tuple(
-            Value(tuple(v.shape), v.dtype, flows and (v.is_floating_point() or v.is_complex()))
+            Value(tuple(v.shape), v.dtype, flows and (v.is_floating_point() or v.is_complex()), *others)
             if isinstance(v, torch.Tensor)
             else None
             for v in outs

@@ -25,7 +25,8 @@ from autopar.passes.split_units import UnitProgram, split_units
 class ParameterUse:
     """How one parameter is held: ``rest`` between steps, ``use`` as the body reads it. ``reduce``: when its gradient is
     taken back, once a ``step`` or per ``microbatch``; ``gather``: when rest becomes use, once a ``step``, or for every
-    unit that reads it, at each ``use`` (``never``: the value does not move)."""
+    unit that reads it, at each ``use`` (``never``: the value does not move). ``dtype``: as it rests; ``use_dtype`` and
+    ``reduce_dtype``: as it is gathered and read, and as its gradient is reduced, where that is another."""
 
     fqn: str
     shape: tuple[int, ...]
@@ -35,6 +36,14 @@ class ParameterUse:
     use: Layout
     reduce: str
     gather: str = "step"
+    use_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+    @property
+    def value(self) -> Value:
+        """The parameter as units read it."""
+        rest_dtype = self.dtype if self.use_dtype else None
+        return Value(self.shape, self.use_dtype or self.dtype, self.trainable, rest_dtype, self.reduce_dtype)
 
 
 @dataclass(frozen=True)
@@ -153,7 +162,7 @@ def lower(
         buffer_updates=tuple(output.args[0]["buffers"]),
         body=body,
         prologue=prologue,
-        enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use},
+        enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use or u.use_dtype},
         recompute=model.recompute,
     )
 
@@ -161,7 +170,18 @@ def lower(
 def _parameter_use(fqn: str, node: fx.Node) -> ParameterUse:
     v, known = value(node), fact(node)
     use = produced_layout(node)
-    return ParameterUse(fqn, v.shape, v.dtype, v.grad, known.rest or use, use, known.reduce, known.gather)
+    return ParameterUse(
+        fqn,
+        v.shape,
+        v.resting.dtype,
+        v.grad,
+        rest=known.rest or use,
+        use=use,
+        reduce=known.reduce,
+        gather=known.gather,
+        use_dtype=v.dtype if v.dtype != v.resting.dtype else None,
+        reduce_dtype=v.reduced.dtype if v.reduced.dtype != v.resting.dtype else None,
+    )
 
 
 def _signature(model: Lowerable, *, hoisted: bool) -> list[tuple[str, str]]:
@@ -177,8 +197,9 @@ def _signature(model: Lowerable, *, hoisted: bool) -> list[tuple[str, str]]:
 
 
 def enter_graph(use: ParameterUse, mesh: Mesh, rank: int, groups: Mapping[str, str]) -> fx.GraphModule:
-    """Rest -> use of one parameter on one rank; its autograd backward reduces the gradient."""
-    v = Value(use.shape, use.dtype, use.trainable)
+    """Rest -> use of one parameter on one rank, cast before it moves; its autograd backward reduces the gradient (in
+    the dtype of use: another one, as the runtime has it, autograd cannot express)."""
+    v = use.value
     steps = path(use.rest, use.use, v, mesh)
     assert steps is not None, f"{use.fqn}: no way from {use.rest} to {use.use}"
     emitter = Emitter(mesh, mesh.coordinates(rank), groups)
@@ -187,6 +208,8 @@ def enter_graph(use: ParameterUse, mesh: Mesh, rank: int, groups: Mapping[str, s
         use.rest.local_shape(use.shape, mesh, mesh.coordinates(rank)), dtype=use.dtype, device="meta"
     )
     emitter.at = node
+    if use.use_dtype:
+        node = emitter.call(torch.ops.aten.to.dtype, node, use.use_dtype)
     for step in steps:
         node = emitter.step(node, step, v)
     emitter.graph.output(node)

@@ -52,11 +52,14 @@ class ParameterState:
     def __str__(self) -> str:
         return f"{self.rest} -> {self.use}, gather {self.gather}, reduce {self.reduce}"
 
+    def enters(self, microbatches: int) -> int:
+        """How often a step it goes from rest to use."""
+        return GATHERS * microbatches if self.gather == "use" else 1
+
     def seconds(self, microbatches: int) -> float:
         """Of communication a step."""
-        enters = GATHERS * microbatches if self.gather == "use" else 1
         leaves = microbatches if self.reduce == "microbatch" else 1
-        return enters * self.enter_s + leaves * self.leave_s
+        return self.enters(microbatches) * self.enter_s + leaves * self.leave_s
 
 
 ALONE = Together()
@@ -108,14 +111,15 @@ def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh, together: Together) 
 
 @lru_cache(maxsize=1 << 16)
 def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh, together: Together) -> tuple[float, float]:
-    """Seconds of the values' way from source to target, and of the gradients' way back."""
+    """Seconds of the values' way from source to target, and of the gradients' way back, in the dtype of theirs."""
     steps = path(source, target, v, mesh)
     assert steps is not None, f"no way from {source} to {target}"
     sizes = [held(s, v, mesh) for s in steps]
     part = together.part(math.prod(target.local_shape(v.shape, mesh, (0,) * len(mesh.axes))) * v.dtype.itemsize)
-    seconds = []
-    for grad in (False, v.grad):
-        both = [terms(s.row, s.axis, grad, mesh) for s in steps]
-        seconds.append(sum(part * fixed + size * slope for size, (fixed, slope) in zip(sizes, both, strict=True)))
-    forward, total = seconds
+    more = v.reduced.dtype.itemsize / v.dtype.itemsize - 1
+    forward = total = 0.0
+    for step, size in zip(steps, sizes, strict=True):
+        (fixed, slope), (both, slope_both) = (terms(step.row, step.axis, grad, mesh) for grad in (False, v.grad))
+        forward += part * fixed + size * slope
+        total += part * both + size * (slope_both + more * (slope_both - slope))
     return forward, total - forward

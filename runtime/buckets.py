@@ -65,7 +65,7 @@ class Bucket:
     @property
     def passes_on(self) -> bool:
         """Whether a gradient may come back as the tensor that it was."""
-        return all(isinstance(link, (Invariant, Alone)) for link in self.chains[0])
+        return all(isinstance(link, (Alone, Cast, Invariant)) for link in self.chains[0])
 
     def enter(self, rests: Sequence[Tensor]) -> Flight:
         """The members as units read them, from their pieces at rest; may bring what it was given."""
@@ -105,7 +105,7 @@ def buckets(
         use = local.parameters[i]
         if use.fqn not in local.enter:
             continue
-        links = chain(local.enter[use.fqn])
+        links = in_dtypes(chain(local.enter[use.fqn]), use)
         key, size = (use.dtype, apart(use), tuple(link.key for link in links)), _size(local, use)
         place, full = opened.get(key, (-1, cap))
         if place < 0 or full + size > cap:
@@ -120,7 +120,7 @@ def buckets(
 def _size(local: Local, use: ParameterUse) -> int:
     """Bytes as used on the rank that holds most, so that all ranks agree."""
     first = (0,) * len(local.mesh.axes)
-    return math.prod(use.use.local_shape(use.shape, local.mesh, first)) * use.dtype.itemsize
+    return math.prod(use.use.local_shape(use.shape, local.mesh, first)) * use.value.dtype.itemsize
 
 
 def chain(graph: fx.GraphModule) -> tuple[Link, ...]:
@@ -131,11 +131,23 @@ def chain(graph: fx.GraphModule) -> tuple[Link, ...]:
         if node.op != "call_function" or waits:
             waits = False
             continue
-        name = node.target._schema.name.split("::")[1]
+        namespace, name = node.target._schema.name.split("::")
+        if namespace == "aten":
+            continue  # the cast, which `in_dtypes` has
         link = _link(name, node.args[1:])
         waits = link is not None and name.startswith("start_")  # the node after it, of the same link
         found.append(link or Alone(node.target, tuple(node.args[0].meta["val"].shape), tuple(node.args[1:])))
     return tuple(found)
+
+
+def in_dtypes(links: tuple[Link, ...], use: ParameterUse) -> tuple[Link, ...]:
+    """The links with the casts of mixed precision: of the value before it moves; of the gradient, which may have added
+    up in the dtype of rest, before it moves and afterwards."""
+    v = use.value
+    if v.rest_dtype is None and v.reduce_dtype is None:
+        return links
+    last = (Cast(v.dtype, v.reduced.dtype),) if links else ()
+    return (Cast(v.dtype, v.resting.dtype), *links, *last)
 
 
 def _link(name: str, args: Sequence[Any]) -> Link | None:
@@ -169,6 +181,26 @@ class Link:
     def backward(self, links: Sequence[Any], gradients: Sequence[Tensor]) -> Moving:
         """Gradients one step nearer to rest."""
         raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Cast(Link):
+    """Values go on in ``dtype``, gradients back in ``gradient``."""
+
+    dtype: torch.dtype
+    gradient: torch.dtype
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return "cast", self.dtype, self.gradient
+
+    def forward(self, links: Sequence[Cast], tensors: Sequence[Tensor]) -> Moving:
+        yield from ()
+        return [t.to(self.dtype) for t in tensors]
+
+    def backward(self, links: Sequence[Cast], gradients: Sequence[Tensor]) -> Moving:
+        yield from ()
+        return [g.to(self.gradient) for g in gradients]
 
 
 @dataclass(frozen=True)
@@ -337,4 +369,17 @@ def _cut(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
     return [t.view(t.shape[:-1] + shape) for t, shape in zip(cut, shapes, strict=True)]
 
 
-__all__ = ["CAP", "Alone", "Bucket", "Flight", "Gather", "Invariant", "Link", "Recut", "Replicate", "buckets", "chain"]
+__all__ = [
+    "CAP",
+    "Alone",
+    "Bucket",
+    "Cast",
+    "Flight",
+    "Gather",
+    "Invariant",
+    "Link",
+    "Recut",
+    "Replicate",
+    "buckets",
+    "chain",
+]

@@ -61,7 +61,7 @@ def floor_of(body: Body, cluster: Cluster) -> Floor:
             transient = max(transient, float(priced.transient[0]))
         saved += count * sum(t.value.nbytes for t in wiring.tensors if t.made and not t.view and (t.kept or t.own))
     for parameter in _parameters(body):
-        v = value(parameter)
+        v = value(parameter).resting
         kept = state_bytes(body.prepared.captured.optimizer, v.shape, v.dtype, v.nbytes) if v.grad else 0.0
         static += v.nbytes * (2 if v.grad else 1) + kept
         compute += float(update(v.nbytes, kept, chip.memory_rate)) if v.grad else 0.0

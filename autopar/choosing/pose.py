@@ -37,7 +37,7 @@ from autopar.passes.strategy import Proposal
 from autopar.passes.units import Units
 from autopar.plan import Optimizer
 from autopar.runtime.buckets import CAP
-from autopar.solver.cost import update
+from autopar.solver.cost import cast, update
 from autopar.solver.problem import (
     COMPUTE,
     EXPOSED,
@@ -238,7 +238,8 @@ class _Pose:
         if t.parameter:
             uses = tuple(dict.fromkeys(map(_made_of, layouts)))
             over = None if self.roles is None else self.roles.over
-            states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over, self._together[t.value.dtype]))
+            together = self._together[_alike(t.value)]
+            states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over, together))
             return Variable(name, "parameter", tuple(map(str, states)), self._held(t.value, states)), states
         if self.roles is not None:
             layouts = self.roles.shared(t.node, layouts)
@@ -247,15 +248,21 @@ class _Pose:
         return Variable(name, "tensor", tuple(map(str, layouts)), rows), layouts
 
     def _held(self, v: Value, states: Sequence[ParameterState]) -> Array:
-        """Costs of a parameter's states of their own."""
-        rows = np.zeros((len(states), len(RESOURCES)))
+        """Costs of a parameter's states of their own. In mixed precision what is used is a copy also where it does not
+        move, and gradients of several microbatches add up in the dtype of rest."""
+        rows, rate = np.zeros((len(states), len(RESOURCES))), self.cluster.chip.memory_rate
+        summed = v.resting if self.microbatches > 1 else v
         for row, s in zip(rows, states, strict=True):
-            rest, use = local_bytes(v, s.rest, self.plain), local_bytes(v, s.use, self.plain)
-            kept = state_bytes(self.optimizer, v.shape, v.dtype, rest) if v.grad else 0.0
+            rest, use = local_bytes(v.resting, s.rest, self.plain), local_bytes(v, s.use, self.plain)
+            kept = state_bytes(self.optimizer, v.shape, v.resting.dtype, rest) if v.grad else 0.0
             row[STATIC] = rest * (2 if v.grad else 1) + kept
-            if s.gather == "step":
-                row[STATIC] += use * (2 if v.grad and s.reduce == "step" else 1)
-            row[COMPUTE] = update(rest, kept, self.cluster.chip.memory_rate) if v.grad else 0.0
+            if s.gather == "step" or (s.gather == "never" and v.rest_dtype):
+                row[STATIC] += use
+            if s.gather == "step" and v.grad and s.reduce == "step":
+                row[STATIC] += local_bytes(summed, s.use, self.plain)
+            row[COMPUTE] = update(rest, kept, rate) if v.grad else 0.0
+            if v.rest_dtype:
+                row[COMPUTE] += s.enters(self.microbatches) * cast(rest, local_bytes(v, s.rest, self.plain), rate)
             row[HIDDEN] = s.seconds(self.microbatches)
             row[EXPOSED] = UNHIDDEN * row[HIDDEN]
         return rows
@@ -425,16 +432,21 @@ def _as_read(uses: Sequence[Layout], wants: Sequence[Layout]) -> npt.NDArray[np.
 
 
 def _together(units: Units, wirings: Sequence[Wiring]) -> dict[object, Together]:
-    """By dtype, how parameters share the latencies of buckets: by bytes where they fill more than one."""
+    """By dtypes, how parameters share the latencies of buckets: by bytes where they fill more than one."""
     values = [value(n) for n in units.shared if n.op == "get_attr"]
     for unit in units.units:
         values += [t.value for t in wirings[unit.kind].own(parameters=True)]
     found: dict[object, Together] = {}
-    for dtype in dict.fromkeys(v.dtype for v in values):
-        alike = [v for v in values if v.dtype == dtype]
+    for key in dict.fromkeys(map(_alike, values)):
+        alike = [v for v in values if _alike(v) == key]
         full = sum(min(1.0, v.nbytes / CAP) for v in alike)
-        found[dtype] = Together(cap=CAP) if full >= 1 else Together(len(alike))
+        found[key] = Together(cap=CAP) if full >= 1 else Together(len(alike))
     return found
+
+
+def _alike(v: Value) -> tuple[object, ...]:
+    """What parameters of one bucket have in common, their way aside."""
+    return v.dtype, v.resting.dtype, v.reduced.dtype
 
 
 def returned_layout(output: str, v: Value, mesh: Mesh) -> Layout:

@@ -13,7 +13,7 @@ exposed + Max(compute, hidden)
 """
 
 from autopar.solver.cost.communication import KINDS, collective, share
-from autopar.solver.cost.compute import PASSES, STATE_PASSES, roofline, update
+from autopar.solver.cost.compute import PASSES, STATE_PASSES, cast, roofline, update
 from autopar.solver.cost.device import Device
 from autopar.solver.cost.network import Lane, Line, Network
 from autopar.solver.cost.step import peak_bytes, step_time
@@ -29,6 +29,7 @@ __all__ = [
     "Line",
     "Network",
     "Samples",
+    "cast",
     "collective",
     "peak_bytes",
     "roofline",

@@ -25,6 +25,15 @@ def roofline(flops: Any, nbytes: Any, flops_per_s: Any, bytes_per_s: Any) -> Any
     return larger(flops / flops_per_s, nbytes / bytes_per_s)
 
 
+def cast(read: Any, written: Any, bytes_per_s: Any) -> Any:
+    """Seconds of a cast: ``read`` and ``written`` bytes at the rate reached of device memory.
+
+    >>> cast(read=4e9, written=2e9, bytes_per_s=3e12)
+    0.002
+    """
+    return (read + written) / bytes_per_s
+
+
 def update(nbytes: Any, states: Any, bytes_per_s: Any) -> Any:
     """Seconds of one update of parameters that rest in ``nbytes`` bytes on this rank, by an optimizer that keeps
     ``states`` bytes of them. ``bytes_per_s``: rate reached of device memory.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import Local, ParameterUse, enter_graph
 from autopar.runtime import buckets as buckets_module
-from autopar.runtime.buckets import Alone, Bucket, Gather, Recut, Replicate, buckets
+from autopar.runtime.buckets import Alone, Bucket, Cast, Gather, Recut, Replicate, buckets
 from autopar.runtime.mesh import connect
 from autopar.runtime.pool import RankPool
 
@@ -51,12 +53,17 @@ USES: list[tuple[str, tuple[int, ...], torch.dtype, bool, str, str, str]] = [
 UNUSED = ("a.bias", "z.uneven", "t.odd")
 
 
-def local_of(mesh: Mesh, rank: int, groups: dict[str, str]) -> Local:
+Dtypes = tuple[torch.dtype | None, torch.dtype | None]  # as those in fp32 are used, and their gradients reduced
+MIXED: tuple[Dtypes, ...] = ((BF16, None), (BF16, torch.float16), (None, BF16))
+
+
+def local_of(mesh: Mesh, rank: int, groups: dict[str, str], mixed: Dtypes = (None, None)) -> Local:
     uses = []
     for fqn, shape, dtype, trainable, rest, used, reduce in USES:
         before, after = (Layout.parse(text, len(shape)) for text in (rest, used))
-        uses.append(ParameterUse(fqn, shape, dtype, trainable, before, after, reduce))
-    enter = {u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use}
+        dtypes = mixed if dtype == FP32 else (None, None)
+        uses.append(ParameterUse(fqn, shape, dtype, trainable, before, after, reduce, "step", *dtypes))
+    enter = {u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use or u.use_dtype}
     return Local(mesh, mesh.coordinates(rank), tuple(uses), (), (), (), (), (), {}, None, enter)
 
 
@@ -103,6 +110,40 @@ def together_and_apart(rank: int) -> None:
                 assert torch.equal(back, expected), use.fqn
 
 
+def in_other_dtypes(rank: int) -> None:
+    """Values as the plain graphs have them in the dtype of use, gradients as in that of the reduction; what has added
+    up in fp32 is reduced as well as what has not."""
+    ranks = connect(MESH)
+    for used, reduced in MIXED:
+        local = local_of(MESH, rank, ranks.group_names, (used, reduced))
+        generator = torch.Generator().manual_seed(rank)
+        for bucket in all_buckets(local):
+            uses = [local.parameters[i] for i in bucket.members]
+            shapes = [use.rest.local_shape(use.shape, MESH, local.coordinates) for use in uses]
+            own = [torch.randn(s, generator=generator).to(u.dtype) for s, u in zip(shapes, uses, strict=True)]
+            with torch.no_grad():
+                entries = [t for _, t in bucket.enter(own).land()]
+            for use, rest, entry in zip(uses, own, entries, strict=True):
+                there = plain(use, rank, ranks.group_names, use.value.dtype)
+                assert entry.dtype == use.value.dtype and torch.equal(entry, there(rest.to(entry.dtype))), use.fqn
+            for i, (dtype, use) in enumerate((d, use) for d in ("rest", "use") for use in uses if use.trainable):
+                entry = entries[uses.index(use)]
+                gradient = torch.randn(entry.shape, generator=generator)
+                gradient = gradient.to(use.dtype if dtype == "rest" else entry.dtype)
+                given = [gradient if other is use else None for other in uses]
+                ((_, back),) = bucket.leave(given).land()
+                rest = own[uses.index(use)].to(use.value.reduced.dtype).requires_grad_()
+                through = plain(use, rank, ranks.group_names, rest.dtype)(rest)
+                (expected,) = torch.autograd.grad(through, rest, gradient.to(rest.dtype))
+                assert back.dtype == use.dtype and torch.equal(back, expected.to(use.dtype)), (use.fqn, i)
+
+
+def plain(use: ParameterUse, rank: int, groups: dict[str, str], dtype: torch.dtype) -> Any:
+    """The way of a parameter that has one dtype; nothing where it does not move."""
+    same = replace(use, dtype=dtype, use_dtype=None, reduce_dtype=None)
+    return enter_graph(same, MESH, rank, groups) if use.rest != use.use else lambda t: t
+
+
 # the tests
 
 
@@ -114,6 +155,14 @@ def pool() -> Iterator[RankPool]:
 
 def test_a_bucket_does_what_its_members_do_alone(pool: RankPool) -> None:
     pool.run(together_and_apart)
+
+
+def test_a_bucket_of_mixed_precision_casts_before_it_gathers_and_reduces(pool: RankPool) -> None:
+    pool.run(in_other_dtypes)
+    local = local_of(MESH, 0, {"dp": "dp", "tp": "tp"}, (BF16, None))
+    first = all_buckets(local)[0]
+    assert [type(link) for link in first.chains[0]] == [Cast, Replicate, Cast]
+    assert ["b.frozen"] in named(local, all_buckets(local)), "cast where it does not move"
 
 
 def test_who_shares_a_bucket() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._C._profiler import _EventType
 
 MARK = "mark: "
+BACKENDS = ("c10d::", "gloo:", "nccl:")  # what ops of communication backends are called
 
 
 def mark(name: str) -> None:
@@ -19,23 +20,37 @@ def mark(name: str) -> None:
 
 def fullest(run: Callable[[], Any]) -> list[tuple[str, int]]:
     """The most bytes alive in every stretch between two marks, over those alive at the first, which ``run`` sets at
-    once. Memory of this process's allocator: what communication backends hold in memory of their own does not count."""
+    once. What communication backends allocate for themselves, in ops called as `BACKENDS` says, does not count."""
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
         run()
-    events = list(profiler.profiler.kineto_results.events())  # type: ignore[union-attr]
-    marks = sorted((e.start_ns(), e.name().removeprefix(MARK)) for e in events if e.name().startswith(MARK))
-    begun = [at for at, _ in marks]
-    now, most = 0, [0] * len(marks)
-    held = 0  # when the stretch began
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        stretch = max(0, bisect(begun, event.start_ns()) - 1)
-        while held <= stretch:
-            most[held] = max(most[held], now)
-            held += 1
-        now += event.nbytes()
-        most[stretch] = max(most[stretch], now)
-    return [(name, most[i]) for i, (_, name) in enumerate(marks)]
+    events = list(_events(profiler.profiler.kineto_results.experimental_event_tree(), False))  # type: ignore[union-attr]
+    found: list[tuple[str, int]] = []
+    now, theirs = 0, set[int]()
+    for _, event, inside in sorted(events, key=lambda e: e[0]):
+        if isinstance(event, str):
+            found.append((event, now))
+            continue
+        if event.alloc_size > 0 and inside:
+            theirs.add(event.ptr)
+        if event.ptr in theirs:
+            if event.alloc_size < 0:
+                theirs.discard(event.ptr)
+            continue
+        now += event.alloc_size
+        if found:
+            found[-1] = found[-1][0], max(found[-1][1], now)
+    return found
+
+
+def _events(tree: Sequence[Any], inside: bool) -> Iterator[tuple[int, Any, bool]]:
+    """(time, name of a mark or an allocation, whether a backend made it)."""
+    for event in tree:
+        if event.tag == _EventType.Allocation:
+            yield event.start_time_ns, event.extra_fields, inside
+        elif event.name.startswith(MARK):
+            yield event.start_time_ns, event.name.removeprefix(MARK), inside
+        yield from _events(event.children, inside or event.name.startswith(BACKENDS))
 
 
 __all__ = ["fullest", "mark"]

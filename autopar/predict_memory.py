@@ -1,0 +1,347 @@
+"""The most bytes that one rank holds during a step of training: whose they are, and when that is.
+
+The program runs on fake tensors as it will on real ones: its buckets, its values, what it gathers ahead and what it has
+under way. Its units are not run but replayed: every graph was walked once (`liveness`), and says what it makes, keeps
+and lets go of, node by node. What communication backends hold in memory of their own is not counted.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.dry_run import IN_PLACE, SAME, _whole
+from autopar.dry_run import _Dry as Dry
+from autopar.dry_run import _tensors as tensors_of
+from autopar.liveness import View, Walk, walk
+from autopar.passes.lower import Local
+from autopar.runtime.buckets import Flight
+from autopar.runtime.collectives import kept_apart
+from autopar.runtime.program import Batch
+from autopar.runtime.run import Units, units_of
+from autopar.runtime.units import Explicit, Gradient, Unit
+from autopar.runtime.units import _laid_out as laid_out
+from autopar.runtime.weights import Weights
+
+if TYPE_CHECKING:
+    from autopar.capture import Capture
+
+OWNERS = (
+    "parameters",
+    "optimizer",
+    "gradients",
+    "gathered",
+    "saved",
+    "values",
+    "working",
+    "sent",
+    "inputs",
+    "buffers",
+)
+"""Whose bytes are. ``gathered``: weights in the layout in which units read them; ``saved``: by forward for backward;
+``values``: between units, and their gradients; ``working``: inside a unit; ``sent``: on the way to or from the wire."""
+
+MOST_RUN = 3  # microbatches: the first, one like all between, and the last
+
+
+@dataclass(frozen=True)
+class Peak:
+    """``owners``: bytes by `OWNERS` at the fullest moment; ``where``: which it is; ``timeline``: (turn, bytes), the most
+    in the turn of every unit, in order; ``most``: by owner the most that it has at any moment."""
+
+    owners: Mapping[str, int]
+    where: str
+    timeline: tuple[tuple[str, int], ...] = ()
+    most: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """All of it."""
+        return sum(self.owners.values())
+
+
+def predict_memory(local: Local, captured: Capture, optimizer: int) -> Peak:
+    """The fullest moment of a step of ``local`` in a run of many; ``optimizer``: bytes of its states."""
+    units = units_of(local)
+    for unit in (u for run in units.values() for u in run.units):  # traced and walked before anything is counted
+        _graphs(unit)
+    with kept_apart() as kept, FakeTensorMode(allow_non_fake_inputs=True), Ledger(kept) as ledger:
+        with ledger.of("parameters"):
+            program = _Replayed(local, units, captured, ledger)
+        with ledger.of("optimizer"):
+            states = torch.empty(optimizer, dtype=torch.uint8)
+        for _ in range(2):  # the first has nothing under way from the step before
+            ledger.restart()
+            program.run()
+            ledger.note("optimizer")
+            program.zero_grad()
+        del states
+        by_owner = {k: ledger.fullest.get(k, 0) for k in OWNERS}
+        return Peak(by_owner, ledger.where, tuple(ledger.timeline), dict(ledger.most_of))
+
+
+class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts storages, each under the owner that is set when it is made. ``kept``: what `collectives.launch` keeps."""
+
+    def __init__(self, kept: deque[tuple[Any, ...]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.kept = kept
+        self.owner, self.turn = "working", ""
+        self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.owners: dict[int, str] = {}
+        self.flying: dict[int, tuple[Any, ...]] = {}  # by storage of the raw tensor, until it is waited for
+        self.now: Counter[str] = Counter()
+        self.total = self.most = 0
+        self.most_of: Counter[str] = Counter()
+        self.fullest: dict[str, int] = {}
+        self.where = ""
+        self.timeline: list[tuple[str, int]] = []
+
+    @contextmanager
+    def of(self, owner: str) -> Iterator[None]:
+        """What is made inside is this owner's."""
+        before, self.owner = self.owner, owner
+        try:
+            yield
+        finally:
+            self.owner = before
+
+    def restart(self) -> None:
+        """Forget the peak so far."""
+        self.most, self.timeline = 0, []
+        self.most_of.clear()
+        self.begin("start of the step")
+
+    def begin(self, turn: str) -> None:
+        """Another unit's turn."""
+        self.turn = turn
+        self.timeline.append((turn, 0))
+        self.note("")
+
+    def note(self, at: str, more: Mapping[str, int] | None = None) -> None:
+        """A moment, with ``more`` bytes than the storages that there are."""
+        total = self.total + (sum(more.values()) if more else 0)
+        if self.timeline and total > self.timeline[-1][1]:
+            self.timeline[-1] = self.turn, total
+        if total > self.most:
+            self.most = total
+            self.fullest = dict(self.now + Counter(more or {}))
+            self.where = ", ".join(filter(None, (self.turn, at)))
+
+    def give(self, tensor: Tensor, owner: str) -> None:
+        """From now on a storage is another's."""
+        key = id(tensor.untyped_storage())
+        if key in self.owners:
+            size = self.alive[key][1]
+            self.now[self.owners[key]] -= size
+            self.now[owner] += size
+            self.most_of[owner] = max(self.most_of[owner], self.now[owner])
+            self.owners[key] = owner
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one op of the executor."""
+        space, name = func.name().split(".")[0].split("::")
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        if space == "autopar" and name in SAME and x is not None and x.is_contiguous() and _whole(name, args):
+            return x
+        if space == "autopar" and name.startswith("wait_") and x is not None:
+            self.kept.append(self.flying.pop(id(x.untyped_storage()), ()))
+        made: Any = x if f"{space}.{name}" in IN_PLACE else func(*args, **(kwargs or {}))
+        if space == "autopar" and name.startswith("start_"):
+            self.flying[id(made.untyped_storage())] = made, x
+            self.kept.append((made, x))
+        for tensor in tensors_of(made):
+            self._born(tensor)
+        return made
+
+    def _born(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key, size = id(storage), storage.nbytes()
+        if key in self.alive:
+            return
+
+        def died(_: Any) -> None:
+            del self.alive[key]
+            self.total -= size
+            self.now[self.owners.pop(key)] -= size
+
+        self.alive[key], self.owners[key] = (weakref.ref(storage, died), size), self.owner
+        self.total += size
+        self.now[self.owner] += size
+        self.most_of[self.owner] = max(self.most_of[self.owner], self.now[self.owner])
+        if self.total > self.most or (self.timeline and self.total > self.timeline[-1][1]):
+            self.note(self.owner)
+
+
+class _Replayed(Dry):
+    """A program whose units are replayed."""
+
+    def __init__(self, local: Local, units: Mapping[int, Units], captured: Capture, ledger: Ledger) -> None:
+        super().__init__(local, {rows: _replayed(run, ledger) for rows, run in units.items()}, captured)
+        self.ledger = ledger
+        for tensor in (*(self.tensors.get_buffer(name) for name in local.buffers), *self.constants):
+            ledger.give(tensor, "buffers")
+        if len(self.rows) > MOST_RUN:
+            self.rows = (*self.rows[: MOST_RUN - 1], self.rows[-1])
+        with ledger.of("inputs"):
+            self.batch = super()._inputs()
+
+    def zero_grad(self) -> None:
+        """As an optimizer does."""
+        for rest in self.rests.values():
+            rest.grad = None
+
+    def _inputs(self) -> Batch:
+        return self.batch
+
+    def _weights(self, *, train: bool) -> Weights:
+        uses = self.local.parameters
+        rests = [self.rests[u.fqn].detach() for u in uses]
+        wanted = [u.trainable for u in uses]
+        calls = [call.fqn for call in next(iter(self.units.values())).program.calls]
+        return _Weights(self.ways, uses, rests, wanted, len(self.rows), train=train, ledger=self.ledger, calls=calls)
+
+
+class _Weights(Weights):
+    """Says whose the storages are that it makes, and whose turn it is."""
+
+    def __init__(self, *args: Any, ledger: Ledger, calls: Sequence[str], train: bool) -> None:
+        self.ledger = ledger
+        self.turns = _turns(calls, args[4], train)
+        with ledger.of("gathered"):
+            super().__init__(*args, train=train)
+
+    def _start(self, gathered: Any) -> list[Flight]:
+        with self.ledger.of("gathered"):
+            return super()._start(gathered)
+
+    def arrive(self) -> None:
+        self.ledger.begin(next(self.turns))
+        with self.ledger.of("gathered"):
+            super().arrive()
+
+    def add(self, i: int, gradient: Tensor, fresh: bool) -> None:
+        self.ledger.give(gradient, "gradients")
+        with self.ledger.of("gradients"):
+            super().add(i, gradient, fresh)
+
+    def reduce(self, after: int, last: bool) -> None:
+        with self.ledger.of("sent"):
+            super().reduce(after, last)
+
+    def _bring(self, flight: Flight) -> None:
+        with self.ledger.of("sent"):
+            super()._bring(flight)
+        for i in flight.members:
+            if i in self.gradients:
+                self.ledger.give(self.gradients[i], "gradients")
+
+    def finish(self) -> dict[int, Tensor]:
+        self.ledger.begin("end of the step")
+        with self.ledger.of("gradients"):
+            return super().finish()
+
+
+def _turns(calls: Sequence[str], microbatches: int, train: bool) -> Iterator[str]:
+    yield "prologue"
+    for _ in range(microbatches):
+        yield from (f"forward of {fqn or 'the model'}" for fqn in calls)
+        if train:
+            yield from (f"backward of {fqn or 'the model'}" for fqn in reversed(calls))
+
+
+# -- units -----------------------------------------------------------------------------------------------------------
+
+_WALKS: WeakKeyDictionary[fx.GraphModule, Walk] = WeakKeyDictionary()
+
+
+def walk_of(graph: fx.GraphModule) -> Walk:
+    """`liveness.walk` of a graph, once."""
+    if graph not in _WALKS:
+        _WALKS[graph] = walk(graph)
+    return _WALKS[graph]
+
+
+def _graphs(unit: Unit) -> None:
+    made = unit.made if isinstance(unit, Explicit) else None
+    for graph in (unit.kind.graph,) if made is None else (made.forward, made.backward):
+        if graph is not None:
+            walk_of(graph)
+
+
+def _replayed(units: Units, ledger: Ledger) -> Units:
+    return replace(units, units=tuple(_Replay(u, ledger) if u.why is None else u for u in units.units))
+
+
+class _Replay(Unit):
+    """A unit that makes and holds what the graphs of ``unit`` would."""
+
+    def __init__(self, unit: Unit, ledger: Ledger) -> None:
+        self.kind, self.unit, self.ledger = unit.kind, unit, ledger
+        self.reads, self.tangents, self.grads = unit.reads, unit.tangents, unit.grads
+
+    def run(self, args: list[Any]) -> Sequence[Tensor]:
+        return self._replay(self.kind.graph, args, len(self.kind.flows))
+
+    def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
+        assert isinstance(self.unit, Explicit)
+        made = self._replay(self.unit.made.forward, args, self.unit.outputs)
+        return made[: self.unit.outputs], made[self.unit.outputs :]
+
+    def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
+        assert isinstance(self.unit, Explicit)
+        made = self.unit.made
+        assert made.backward is not None
+        given = [*read, *held, *(laid_out(g, s) for g, s in zip(tangents, self.unit.strides, strict=True))]
+        for emptied in (read, held, tangents):
+            emptied.clear()
+        gradients = self._replay(made.backward, given, len(made.grads))
+        return [Gradient(arg, g, fresh) for arg, g, fresh in zip(made.grads, gradients, made.fresh, strict=True)]
+
+    def _replay(self, graph: fx.GraphModule, args: list[Any], outputs: int) -> list[Any]:
+        """What the graph returns; it lets go of its arguments as it goes. Results after ``outputs`` are saved."""
+        found = walk_of(graph)
+        given = {n: args[i] for i, n in enumerate(found.arguments) if n is not None}
+        args.clear()
+        wanted, saved = set(found.results), set(found.results[outputs:])
+        real: dict[int, Tensor] = {}  # storages that outlive the graph, or its node
+        inside: dict[int, int] = {}
+        for moment in found.moments:
+            for number in moment.made:
+                if number in wanted or number in moment.sent:
+                    with self.ledger.of("saved" if number in saved else "values" if number in wanted else "sent"):
+                        real[number] = torch.empty(found.nbytes[number], dtype=torch.uint8)
+                else:
+                    inside[number] = found.nbytes[number]
+            self.ledger.note(moment.node, {"working": sum(inside.values()) + moment.extra})
+            if moment.sent:
+                self.ledger.kept.append(tuple(real[n] for n in moment.sent if n in real))
+            for number in moment.gone:
+                inside.pop(number, None)
+                if number not in wanted:
+                    real.pop(number, None)
+                    given.pop(number, None)
+        bases = given | real
+        return [_view(bases, n, v) for n, v in zip(found.results, found.views, strict=True)]
+
+
+def _view(bases: Mapping[int, Tensor], number: int | None, view: View | None) -> Any:
+    if number is None or view is None:
+        return None
+    base = bases[number]
+    if base.dtype != view.dtype:
+        base = base.view(view.dtype)
+    return base.as_strided(view.shape, view.strides, view.offset)
+
+
+__all__ = ["OWNERS", "Ledger", "Peak", "predict_memory", "walk_of"]

@@ -17,6 +17,7 @@ from autopar.autocast_casts import Autocast
 from autopar.errors import AutoparError
 from autopar.name_dtypes import name_dtypes
 from autopar.order_by_use import order_by_use
+from autopar.passes.graph_module import graph_module
 from autopar.rejoin import rejoin
 from autopar.traps import REGION, VALUES, is_users
 
@@ -57,7 +58,7 @@ def clean_graph(
         _refuse_symbolic(node)
     used = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
     constants = {n: inliner.tensors[n] for n in used if n not in kinds}
-    return fx.GraphModule(_holder(graph, kinds), graph), constants
+    return graph_module(graph, _holder(graph, kinds)), constants
 
 
 class _Inliner:

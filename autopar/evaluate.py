@@ -11,6 +11,7 @@ from torch import fx
 from torch.utils._pytree import tree_map
 
 from autopar.passes.experts_in_token_order import groups, is_grouped
+from autopar.passes.graph_module import graph_module
 from autopar.runtime.counter_random import draws
 
 WIDER = {
@@ -77,7 +78,7 @@ class _Evaluator(fx.Interpreter):
         return target(*(self._device if isinstance(a, torch.device) else a for a in args), **kwargs)
 
 
-def to_float64(graph_module: fx.GraphModule) -> fx.GraphModule:
+def to_float64(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy of the graph that computes in float64: dtype literals of casts and constructors, and ``meta["val"]``.
 
     Node for node the same graph, since a captured one names every dtype that ops would choose (`name_dtypes`). Give the
@@ -85,15 +86,15 @@ def to_float64(graph_module: fx.GraphModule) -> fx.GraphModule:
     """
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
-    for node in graph_module.graph.nodes:
+    for node in gm.graph.nodes:
         new = env[node] = graph.node_copy(node, env.__getitem__)
         if node.target is torch.ops.aten._grouped_mm.default and is_grouped(node):  # has no kernel for float64
             new.target, new.args, new.kwargs = torch.ops.autopar.grouped_mm.default, groups(new), {}
         new.args = tree_map(_wider, new.args)
         new.kwargs = tree_map(_wider, new.kwargs)
         new.meta["val"] = tree_map(_wider, node.meta.get("val"))
-    wide = fx.GraphModule(graph_module, graph)
-    wide.meta |= graph_module.meta
+    wide = graph_module(graph, gm)
+    wide.meta |= gm.meta
     return wide
 
 

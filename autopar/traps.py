@@ -24,6 +24,7 @@ from torch.fx.traceback import annotate, preserve_node_meta
 
 from autopar.custom_functions import Applied, inlined
 from autopar.errors import AutoparError
+from autopar.passes.graph_module import graph_module
 
 TORCH = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -43,7 +44,7 @@ WRAPPERS = {
 }
 
 
-_TAKEN = frozenset(dir(fx.GraphModule(nn.Module(), fx.Graph()))) - frozenset(dir(nn.Module()))  # code, graph, meta, ...
+_TAKEN = frozenset(dir(graph_module(fx.Graph()))) - frozenset(dir(nn.Module()))  # code, graph, meta, ...
 
 
 def refuse_model(model: nn.Module, *, backward: bool) -> None:

@@ -28,6 +28,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
+from autopar.passes.graph_module import graph_module
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.split_units import UnitClass, fqn_of
 from autopar.runtime.counter_random import draws
@@ -367,7 +368,7 @@ def _graph(
         env[node].meta = _meta(node)
     graph.output(tuple(env[n] for n in ends))
     graph.lint()
-    return fx.GraphModule(torch.nn.Module(), graph)
+    return graph_module(graph)
 
 
 def _meta(node: fx.Node) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import fx
 from autopar.passes.changes import path
 from autopar.passes.emit import Emitter
 from autopar.passes.facts import Value, fact, value
+from autopar.passes.graph_module import graph_module
 from autopar.passes.insert_changes import insert_changes, output_layouts, produced_layout
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.make_local import make_local
@@ -213,4 +214,4 @@ def enter_graph(use: ParameterUse, mesh: Mesh, rank: int, groups: Mapping[str, s
     for step in steps:
         node = emitter.step(node, step, v)
     emitter.graph.output(node)
-    return fx.GraphModule(torch.nn.Module(), emitter.graph)
+    return graph_module(emitter.graph)

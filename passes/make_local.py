@@ -26,6 +26,7 @@ from torch import fx
 from autopar.passes.changes import Step
 from autopar.passes.emit import Emitter
 from autopar.passes.facts import RELAXED, fact, is_tensor, operand_nodes, value
+from autopar.passes.graph_module import graph_module
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
 from autopar.passes.layout import PARTIAL, SHARD, Mesh
 from autopar.passes.rules.convolution import CONVOLUTIONS, TRANSPOSED
@@ -90,7 +91,7 @@ def make_local(
     for node in reversed(list(emitter.graph.nodes)):
         if node.op == "call_function" and not node.users:
             emitter.graph.erase_node(node)
-    return fx.GraphModule(torch.nn.Module(), emitter.graph)
+    return graph_module(emitter.graph)
 
 
 def _word(name: str, taken: set[str]) -> str:

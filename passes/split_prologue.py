@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from autopar.passes.facts import KEY, Fact, fact, is_tensor, value
+from autopar.passes.graph_module import graph_module
 
 
 def split_prologue(gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule, tuple[str, ...]]:
@@ -32,7 +33,7 @@ def split_prologue(gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphM
     output = graph.output({"outputs": tuple(env[n] for n in crossing), "buffers": {}})
     output.meta["prologue"] = True
     output.meta[KEY] = Fact(())
-    prologue = fx.GraphModule(_attributes(gm, graph), graph)
+    prologue = graph_module(graph, _attributes(gm, graph))
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     names = []
     for i, node in enumerate(crossing):
@@ -74,4 +75,4 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
         new = graph.node_copy(node, lambda n: env[n])
         new.meta = copy.copy(node.meta)
         env[node] = new
-    return fx.GraphModule(_attributes(gm, graph), graph)
+    return graph_module(graph, _attributes(gm, graph))

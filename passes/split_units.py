@@ -21,6 +21,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_map
 
 from autopar.passes.facts import UNIT
+from autopar.passes.graph_module import graph_module
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.units import common_fqn
 from autopar.runtime.counter_random import draws
@@ -187,7 +188,7 @@ class _Splitting:
                 env[node].update_kwarg("draw", holders["draw", int(node.kwargs["draw"])])  # type: ignore[arg-type]
         graph.output(tuple(env[n] for n in results))
         return UnitClass(
-            fx.GraphModule(torch.nn.Module(), graph),
+            graph_module(graph),
             tuple(kind for kind, _ in args),
             tuple(self._needs(nodes.get(ref), inside) for ref in args),
             tuple(n in self.reach for n in results),

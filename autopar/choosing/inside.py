@@ -17,6 +17,7 @@ from autopar.passes.calls import call_key
 from autopar.passes.completion import is_op
 from autopar.passes.emit import Emitter
 from autopar.passes.facts import KEY, Choice, Strategy, fact, operand_nodes, value
+from autopar.passes.graph_module import graph_module
 from autopar.passes.layout import Mesh
 from autopar.passes.make_local import lower_node
 from autopar.passes.saves import saves
@@ -90,7 +91,7 @@ def _lowered(op: fx.Node, strategy: Strategy, mesh: Mesh) -> tuple[fx.GraphModul
         wants[local.name] = v.grad
     emitter.at = op
     emitter.graph.output(lower_node(op, emitter))
-    return fx.GraphModule(torch.nn.Module(), emitter.graph), wants
+    return graph_module(emitter.graph), wants
 
 
 def _firsts(op: fx.Node) -> list[int]:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.optimizer import kind_of
-from autopar.schema import nearest
+from autopar.weights import some
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
 Path_ = str | os.PathLike[str]
@@ -187,8 +187,7 @@ def _check_model(path: Path_, own: Mapping[str, Any], saved: Saved, metadata: Me
     for names, others, has in ((own, theirs, "it has no"), (theirs, own, "the model has no")):
         absent = [name for name in names if name not in others]
         if absent:
-            more = f" (nor {len(absent) - 1} more)" if len(absent) > 1 else ""
-            raise AutoparError(f"{another}{has} {absent[0]!r}{nearest(absent[0], others)}{more}. Build that one.")
+            raise AutoparError(f"{another}{has} {some(absent)}. Build the model that was saved.")
     for name, value in own.items():
         found = metadata.state_dict_metadata[theirs[name]]
         if not isinstance(value, Tensor) or not isinstance(found, TensorStorageMetadata):

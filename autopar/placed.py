@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autopar.errors import AutoparError
 from autopar.runtime.optimizer import by_name, local_optimizer
 from autopar.runtime.parameters import local
+from autopar.save_weights import save_weights
 
 
 class Placed(nn.Module):
@@ -65,6 +67,15 @@ class Placed(nn.Module):
         """
         self._names("optimizer")
         return local_optimizer(kind, by_name(self.named_parameters(), params), **options)
+
+    def save_weights(self, folder: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
+        """Write the whole model as safetensors, in the layout of Hugging Face: see `autopar.save_weights`. Collective.
+
+        No rank holds more than one tensor whole. ``load_weights``, ``safetensors`` and ``from_pretrained`` (beside a
+        ``config.json``) read it. Raises AutoparError where rank 0 cannot write.
+        """
+        self._names("save_weights")
+        save_weights(self, folder, shard_bytes)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """The model's keys; parameters as DTensors, which torch.distributed.checkpoint saves and loads under any plan.

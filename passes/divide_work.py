@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -67,6 +68,9 @@ class Partial:
     parent: Partial | None
     node: fx.Node | None
     option: Option | None
+
+
+RANK = attrgetter("rank")
 
 
 def divide_work(
@@ -208,7 +212,7 @@ class _Search:
                     after[key] = (price, partial, (choice, plan))
         self.live += produced
         made = [Partial(_rank(price, key), price, key, p, node, option) for key, (price, p, option) in after.items()]
-        return sorted(made, key=lambda p: p.rank)[: 4 * BEAM]
+        return sorted(made, key=RANK)[: 4 * BEAM]
 
     def _finish(self, output: fx.Node, beam: list[Partial]) -> list[Partial]:
         (result,) = output.args
@@ -244,15 +248,18 @@ class _Search:
             self.live = [self.live[i] for i in keep]
             kept: dict[tuple[Live | None, ...], Partial] = {}
             for p in beam:
-                live = tuple(p.live[i] for i in keep)
+                have = p.live
+                live = tuple([have[i] for i in keep])
                 if live not in kept or p.price < kept[live].price:
-                    kept[live] = Partial(_rank(p.price, live), p.price, live, p.parent, p.node, p.option)
-            beam = list(kept.values())
-        return sorted(beam, key=lambda p: p.rank)[:BEAM]
+                    kept[live] = p
+            beam = [
+                Partial(_rank(p.price, live), p.price, live, p.parent, p.node, p.option) for live, p in kept.items()
+            ]
+        return sorted(beam, key=RANK)[:BEAM]
 
 
 def _rank(price: float, live: Iterable[Live | None]) -> float:
-    return price + sum(t.debt for t in live if t is not None)
+    return price + sum([t.debt for t in live if t is not None])
 
 
 def own_cost(node: fx.Node, choice: Choice, plan: Strategy, axis: int, n: int) -> float:

@@ -42,6 +42,7 @@ class UnitClass:
     needs: tuple[bool, ...]
     flows: tuple[bool, ...]
     recompute: str = "none"
+    key: Hashable = None  # equal in classes of any programs whose units do the same (names and modules do not count)
 
     @property
     def trains(self) -> bool:
@@ -105,7 +106,7 @@ class _Splitting:
             key, args = self._key(ops, results, policy)
             if key not in known:
                 known[key] = len(classes)
-                classes.append(self._class(ops, args, results, policy))
+                classes.append(self._class(ops, args, results, policy, key))
             numbers = tuple(range(made, made + len(results)))
             made += len(results)
             named = [n for n in ops if not str(n.target).startswith("autopar.")] or ops  # changes have their producer's
@@ -170,7 +171,9 @@ class _Splitting:
         """Whether a gradient flows back to an argument through this unit."""
         return node is not None and node in self.grads and any(u in inside and u in self.reach for u in node.users)
 
-    def _class(self, ops: Sequence[fx.Node], args: Sequence[Ref], results: Sequence[fx.Node], policy: str) -> UnitClass:
+    def _class(
+        self, ops: Sequence[fx.Node], args: Sequence[Ref], results: Sequence[fx.Node], policy: str, key: Hashable
+    ) -> UnitClass:
         graph = fx.Graph()
         inside = {node: i for i, node in enumerate(ops)}
         nodes = {self.refs[n]: n for node in ops for n in node.all_input_nodes if n not in inside}
@@ -193,6 +196,7 @@ class _Splitting:
             tuple(self._needs(nodes.get(ref), inside) for ref in args),
             tuple(n in self.reach for n in results),
             policy,
+            key,
         )
 
 

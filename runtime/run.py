@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """A program and how it is run. ``units``: by class; ``dies``: by call, the values that no later call reads."""
+    """A program and how it is run. ``units``: by class; ``dies``: by call, the values that no later one reads, so that
+    they may go while it runs; ``kept``: by call, the results that something reads."""
 
     program: UnitProgram
     units: tuple[Unit, ...]
     dies: tuple[tuple[int, ...], ...]
+    kept: tuple[tuple[int, ...], ...]
 
     @staticmethod
     def of(program: UnitProgram, device: torch.device) -> Units:
         """Every class made ready for ``device``."""
-        last: dict[int, int] = {}
-        for number, call in enumerate(program.calls):
-            last |= dict.fromkeys(call.results, number)
-            last |= {i: number for word, i in call.args if word == "value"}
-        for word, i in (*program.outputs, *program.updates):
-            if word == "value":
-                last.pop(i, None)  # taken at the end
+        last = {i: number for number, call in enumerate(program.calls) for word, i in call.args if word == "value"}
+        ends = {i for word, i in (*program.outputs, *program.updates) if word == "value"}
         dies: list[list[int]] = [[] for _ in program.calls]
         for value, number in last.items():
-            dies[number].append(value)
-        return Units(program, tuple(unit_of(kind, device) for kind in program.classes), tuple(map(tuple, dies)))
+            if value not in ends:
+                dies[number].append(value)
+        kept = [tuple(p for p, i in enumerate(call.results) if i in last or i in ends) for call in program.calls]
+        units = tuple(unit_of(kind, device) for kind in program.classes)
+        return Units(program, units, tuple(map(tuple, dies)), tuple(kept))
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
@@ -56,7 +56,7 @@ class Run:
     """``given``: by kind of `Ref`, all that is no parameter and no value. Call `forward`, then maybe `backward`."""
 
     def __init__(self, units: Units, given: Mapping[str, Sequence[Any]], weights: Weights) -> None:
-        self.program, self.units, self.dies = units.program, units.units, units.dies
+        self.program, self.units, self.about = units.program, units.units, units
         self.given, self.weights = given, weights
         self.values: dict[int, Tensor] = {}
         self.held: dict[int, tuple[list[Tensor | None], Any]] = {}  # by call: values that backward reads, and its own
@@ -75,17 +75,16 @@ class Run:
         for number, call in enumerate(self.program.calls):
             self.weights.arrive()
             unit, args = self.units[call.kind], [self._get(ref) for ref in call.args]
+            for value in self.about.dies[number]:
+                del self.values[value]
             if train and unit.grads:
                 read = [args[i] if call.args[i][0] == "value" else None for i in unit.reads]
                 made, own = unit.forward(args)
                 self.held[number] = read, own
             else:
                 made = unit.run(args)
-            del args
-            self.values.update(zip(call.results, made, strict=True))
+            self.values |= {call.results[place]: made[place] for place in self.about.kept[number]}
             del made
-            for value in self.dies[number]:
-                del self.values[value]
             self.weights.release()
         outs = tuple(self._get(ref) for ref in self.program.outputs[:keep])
         updates = tuple(self._get(ref) for ref in self.program.updates)

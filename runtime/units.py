@@ -7,13 +7,15 @@ parameter from forward to backward: it is given those again that it `reads`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch.fx.graph import _BoxedCodeGen
 
 from autopar.passes.differentiate import Untraceable, differentiate
 
@@ -52,18 +54,32 @@ class Unit:
     def __init__(self, kind: UnitClass) -> None:
         self.kind = kind
 
-    def run(self, args: list[Any]) -> tuple[Tensor, ...]:
-        """The outputs alone, without anything for backward."""
-        made: tuple[Tensor, ...] = self.kind.graph(*args)
+    @cached_property
+    def _run(self) -> fx.GraphModule:
+        return boxed(self.kind.graph)
+
+    def run(self, args: list[Any]) -> Sequence[Tensor]:
+        """The outputs alone, without anything for backward. Empties ``args``, so that each may go when it was read."""
+        made: tuple[Tensor, ...] = self._run(args)
         return made
 
     def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
-        """The outputs, and what to hold for backward."""
+        """The outputs, and what to hold for backward. Empties ``args``."""
         raise NotImplementedError
 
     def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
-        """``read``: the arguments that it reads; ``held``: of forward; one gradient for each of ``tangents``."""
+        """``read``: the arguments that it reads; ``held``: of forward; one gradient for each of ``tangents``. Empties
+        all three."""
         raise NotImplementedError
+
+
+def boxed(gm: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, called with one list of its arguments, which it empties."""
+    codegen = gm.graph._codegen
+    gm.graph.set_codegen(_BoxedCodeGen())
+    made = fx.GraphModule(gm, gm.graph)
+    gm.graph.set_codegen(codegen)
+    return made
 
 
 class Explicit(Unit):
@@ -77,14 +93,24 @@ class Explicit(Unit):
         taken = made.backward.graph.find_nodes(op="placeholder")
         self.strides = [n.meta["val"].stride() for n in taken[len(taken) - len(made.tangents) :]]
 
+    @cached_property
+    def _forward(self) -> fx.GraphModule:
+        return boxed(self.made.forward)
+
+    @cached_property
+    def _backward(self) -> fx.GraphModule:
+        assert self.made.backward is not None
+        return boxed(self.made.backward)
+
     def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
-        made = self.made.forward(*args)
+        made = self._forward(args)
         return made[: self.outputs], list(made[self.outputs :])
 
     def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
-        assert self.made.backward is not None
-        laid_out = (_laid_out(g, strides) for g, strides in zip(tangents, self.strides, strict=True))
-        gradients = self.made.backward(*read, *held, *laid_out)
+        given = [*read, *held, *(_laid_out(g, strides) for g, strides in zip(tangents, self.strides, strict=True))]
+        for emptied in (read, held, tangents):
+            emptied.clear()
+        gradients = self._backward(given)
         of = zip(self.made.grads, gradients, self.made.fresh, strict=True)
         return [Gradient(arg, g, fresh) for arg, g, fresh in of if g is not None]
 
@@ -131,6 +157,7 @@ class Autograd(Unit):
 
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             edges, outs = self._traced(args)
+        args.clear()
         return [out.detach() for out in outs], (edges, [outs[i] for i in self.tangents], read)
 
     def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
@@ -142,6 +169,8 @@ class Autograd(Unit):
             edges, outs, given = held
             given.extend(read)
         found = torch.autograd.grad(outs, edges, tangents, allow_unused=True)
+        read.clear()
+        tangents.clear()
         return [Gradient(i, g, False) for i, g in zip(self.grads, found, strict=True) if g is not None]
 
     def _traced(self, args: list[Any]) -> tuple[list[Any], list[Tensor]]:
@@ -165,14 +194,18 @@ class _Enter(torch.autograd.Function):
         return None, None
 
 
-_UNITS: WeakKeyDictionary[UnitClass, Unit] = WeakKeyDictionary()
+MOST = 512  # classes that are remembered
+_UNITS: OrderedDict[Hashable, Unit] = OrderedDict()
 
 
 def unit_of(kind: UnitClass, device: torch.device = torch.device("cpu")) -> Unit:  # noqa: B008
-    """How a class is run on ``device``; made once."""
-    if kind not in _UNITS:
-        _UNITS[kind] = _made(kind, device)
-    return _UNITS[kind]
+    """How a class is run on ``device``; made once for all programs that have its like."""
+    key = (kind if kind.key is None else kind.key, device)
+    if key not in _UNITS:
+        _UNITS[key] = _made(kind, device)
+        if len(_UNITS) > MOST:
+            _UNITS.popitem(last=False)
+    return _UNITS[key]
 
 
 def _made(kind: UnitClass, device: torch.device) -> Unit:

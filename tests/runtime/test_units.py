@@ -122,8 +122,10 @@ def made(case: Case) -> tuple[Program, nn.Module, Local]:
     if case.autograd:
         for number, kind in enumerate(k for p in local.units.values() for k in p.classes):
             if kind.trains and (case.autograd == "all" or number % 2):
-                units._UNITS[kind] = Autograd(kind, "asked for")
-    return Program(local, tensors, ranks, captured.constants), tensors, local
+                units._UNITS[kind.key, ranks.device] = Autograd(kind, "asked for")
+    program = Program(local, tensors, ranks, captured.constants)
+    units._UNITS.clear()
+    return program, tensors, local
 
 
 def results(program: Program, tensors: nn.Module, steps: int = 2) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from autopar.passes.lower import Local, ParameterUse
-from autopar.runtime.collectives import kept_apart
+from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
 from autopar.runtime.program import Batch, Program
 from autopar.runtime.run import Units, units_of
 from autopar.runtime.weights import Weights, ways_of
@@ -99,14 +99,14 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         x = args[0] if args and isinstance(args[0], Tensor) else None
         ours = name[0] == "autopar"
         if ours and self.kept is not None and name[1].startswith("wait_"):
-            self.kept.append(self.flying.pop(id(args[0].untyped_storage()), ()))
+            keep_until_settled(self.flying.pop(id(args[0].untyped_storage()), ()))
         if ours and name[1] in SAME and x is not None and x.is_contiguous() and _whole(name[1], args):
             return x
         in_place = op in IN_PLACE
         made = args[0] if in_place else func(*args, **(kwargs or {}))
         if ours and self.kept is not None and name[1].startswith("start_"):
             self.flying[id(made.untyped_storage())] = (made, x)
-            self.kept.append((made, x))
+            keep_until_settled((made, x))
         self._write_down(func, op, (args, kwargs), made)
         return made
 
@@ -192,6 +192,7 @@ class _Dry(Program):
     @torch.no_grad()
     def run(self) -> None:
         """`step`, but for what needs other ranks."""
+        settle()
         batch, weights = self._inputs(), self._weights(train=True)
         _, updates = self._loop(batch, weights, 1, train=True)
         for i, gradient in weights.finish().items():

@@ -8,7 +8,7 @@ and lets go of, node by node. What communication backends hold in memory of thei
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -26,7 +26,7 @@ from autopar.dry_run import _tensors as tensors_of
 from autopar.liveness import View, Walk, walk
 from autopar.passes.lower import Local
 from autopar.runtime.buckets import Flight
-from autopar.runtime.collectives import kept_apart
+from autopar.runtime.collectives import keep_until_settled, kept_apart
 from autopar.runtime.program import Batch
 from autopar.runtime.run import Units, units_of
 from autopar.runtime.units import Explicit, Gradient, Unit
@@ -56,8 +56,8 @@ MOST_RUN = 3  # microbatches: the first, one like all between, and the last
 
 @dataclass(frozen=True)
 class Peak:
-    """``owners``: bytes by `OWNERS` at the fullest moment; ``where``: which it is; ``timeline``: (turn, bytes), the most
-    in the turn of every unit, in order; ``most``: by owner the most that it has at any moment."""
+    """``owners``: bytes by `OWNERS` at the fullest moment; ``where``: which it is; ``timeline``: (turn, bytes) of every
+    unit, in order, the most in its turn; ``most``: by owner the most that it has at any moment."""
 
     owners: Mapping[str, int]
     where: str
@@ -75,7 +75,7 @@ def predict_memory(local: Local, captured: Capture, optimizer: int) -> Peak:
     units = units_of(local)
     for unit in (u for run in units.values() for u in run.units):  # traced and walked before anything is counted
         _graphs(unit)
-    with kept_apart() as kept, FakeTensorMode(allow_non_fake_inputs=True), Ledger(kept) as ledger:
+    with kept_apart(), FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
         with ledger.of("parameters"):
             program = _Replayed(local, units, captured, ledger)
         with ledger.of("optimizer"):
@@ -91,11 +91,10 @@ def predict_memory(local: Local, captured: Capture, optimizer: int) -> Peak:
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages, each under the owner that is set when it is made. ``kept``: what `collectives.launch` keeps."""
+    """Counts storages, each under the owner that is set when it is made."""
 
-    def __init__(self, kept: deque[tuple[Any, ...]]) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.kept = kept
         self.owner, self.turn = "working", ""
         self.alive: dict[int, tuple[weakref.ref[Any], int]] = {}
         self.owners: dict[int, str] = {}
@@ -155,11 +154,11 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if space == "autopar" and name in SAME and x is not None and x.is_contiguous() and _whole(name, args):
             return x
         if space == "autopar" and name.startswith("wait_") and x is not None:
-            self.kept.append(self.flying.pop(id(x.untyped_storage()), ()))
+            keep_until_settled(self.flying.pop(id(x.untyped_storage()), ()))
         made: Any = x if f"{space}.{name}" in IN_PLACE else func(*args, **(kwargs or {}))
         if space == "autopar" and name.startswith("start_"):
             self.flying[id(made.untyped_storage())] = made, x
-            self.kept.append((made, x))
+            keep_until_settled((made, x))
         for tensor in tensors_of(made):
             self._born(tensor)
         return made
@@ -325,7 +324,7 @@ class _Replay(Unit):
                     inside[number] = found.nbytes[number]
             self.ledger.note(moment.node, {"working": sum(inside.values()) + moment.extra})
             if moment.sent:
-                self.ledger.kept.append(tuple(real[n] for n in moment.sent if n in real))
+                keep_until_settled(tuple(real[n] for n in moment.sent if n in real))
             for number in moment.gone:
                 inside.pop(number, None)
                 if number not in wanted:

@@ -45,6 +45,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # registers the functional collectives with the dispatcher
 from torch import Tensor
 from torch._C._distributed_c10d import _resolve_process_group
+from torch.utils._pytree import tree_leaves
 
 from autopar.passes.layout import Axis
 from autopar.runtime.library import differentiable, kernels
@@ -71,16 +72,30 @@ def launch(name: str, group: str, *args: Any) -> Tensor:
     """Start a functional collective; an error names the group.
 
     gloo's threads hold the tensors that they work on, and let go of them a little after the wait. So that no Python
-    object of such a tensor ends at that moment, and autograd writes into none, the last few are kept, and what is
-    returned is another tensor of the same memory. (Without this one rank died in gloo's thread, of a broken heap, in
-    some 130 runs of four ranks; the race is likely but not proved to be the cause.)
+    object of such a tensor ends at that moment, and autograd writes into none, it is kept until then (`settle`), and
+    what is returned is another tensor of the same memory. (Without this one rank died in gloo's thread, of a broken
+    heap, in some 130 runs of four ranks; the race is likely but not proved to be the cause.)
     """
     try:
         raw: Tensor = getattr(_C10D, name)(*args, group)
     except RuntimeError as error:
         raise RuntimeError(f"{name} over {_describe(group)}: {error}") from error
-    _LATELY.append((raw, args))
+    keep_until_settled((raw, args))
     return _alias(raw, list(raw.shape))
+
+
+def keep_until_settled(tensors: tuple[Any, ...]) -> None:
+    """Keep what a collective works on; at most the last few, as others may hold them for reasons of their own."""
+    settle()
+    _LATELY.append(tensors)
+
+
+def settle() -> None:
+    """Let go of tensors that no thread of a communication backend holds any more, with their memory."""
+    held = [kept for kept in _LATELY if any(t._use_count() > 1 for t in tree_leaves(kept) if isinstance(t, Tensor))]  # type: ignore[attr-defined]
+    if len(held) < len(_LATELY):
+        _LATELY.clear()
+        _LATELY.extend(held)
 
 
 @contextmanager
@@ -110,7 +125,7 @@ def sent(name: str, group: str, *args: Any) -> Generator[None, None, Tensor]:
     raw = launch(name, group, *args)
     held = _LATELY[-1]
     yield
-    _LATELY.append(held)
+    keep_until_settled(held)
     return wait(raw, group)
 
 
@@ -128,7 +143,7 @@ def _flying(raw: Tensor, group: str) -> Tensor:
 
 def _land(raw: Tensor) -> Tensor:
     group, held = _IN_FLIGHT.pop(raw.data_ptr(), ("?", ()))
-    _LATELY.append(held)
+    keep_until_settled(held)
     return wait(raw, group)
 
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
 from autopar.passes.layout import PARTIAL, SHARD, Mesh
+from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import Ranks, naming, placements
 from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local, take
@@ -90,6 +91,7 @@ class Program:
         Raises AutoparError for inputs that do not fit the plan, that differ among ranks which must have the same ones
         (checked on the first step), and where another rank does not answer.
         """
+        settle()
         with naming(self.ranks, self.steps + 1):
             batch = self._batch(inputs, inputs_are)
             weights = self._weights(train=True)
@@ -105,6 +107,7 @@ class Program:
     def forward(self, inputs: Sequence[Tensor], *, inputs_are: str = "global") -> tuple[Tensor, ...]:
         """All outputs of the whole global batch as global tensors, without gradients; inputs as `step` takes them.
         Buffers are updated as the captured forward does."""
+        settle()
         with naming(self.ranks, self.steps + 1):
             batch = self._batch(inputs, inputs_are)
             weights = self._weights(train=False)

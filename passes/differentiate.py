@@ -22,6 +22,7 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, fx
@@ -90,7 +91,14 @@ class Differentiated:
 
 def differentiate(unit: UnitClass, device: torch.device = torch.device("cpu")) -> Differentiated:  # noqa: B008
     """Cut the joint graph of a unit on ``device`` by its policy. Raises Untraceable, with the reason."""
-    return _Cut(unit, _trace(unit, device)).run()
+    known = _TRACED.setdefault(unit.graph, {})
+    key = (unit.kinds, unit.needs, unit.flows, device)
+    if key not in known:
+        known[key] = _trace(unit, device)
+    return _Cut(unit, known[key]).run()
+
+
+_TRACED: WeakKeyDictionary[fx.GraphModule, dict[Any, _Joint]] = WeakKeyDictionary()  # all policies cut the same
 
 
 # -- forward and backward in one graph -------------------------------------------------------------------------------
@@ -166,8 +174,8 @@ def _trace(unit: UnitClass, device: torch.device) -> _Joint:
                 args[i].meta = {"val": node.meta["val"], "forward": True}
     _lift(gm.graph, unit, args)
     _without_detach(gm.graph)
-    _without_mutations(gm.graph)
     _refuse(gm.graph)
+    _without_mutations(gm.graph)
     (ends,) = next(n for n in gm.graph.nodes if n.op == "output").args
     assert isinstance(ends, tuple)
     return _Joint(

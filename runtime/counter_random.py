@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -171,65 +172,60 @@ uniform = composite(
 # -- dropout ---------------------------------------------------------------------------------------------------------
 
 
-def _dropout_and_mask(x: Tensor, p: float, **place: Any) -> tuple[Tensor, Tensor]:
-    kept = torch.empty(x.shape, dtype=torch.bool, device=x.device)
+def _dropout_mask(like: Tensor, p: float, **place: Any) -> Tensor:
+    kept = torch.empty(like.shape, dtype=torch.bool, device=like.device)
     limit = min(round((1 - p) * 2**32) - 2**31, 2**31 - 1)
     for rows, hashes in _hashes(kept, **place):
         torch.lt(hashes.view(torch.int32)[:, 1::2], limit, out=rows)
-    return _scaled(x, kept, p), kept
+    return kept
 
 
-def _scaled(x: Tensor, kept: Tensor, p: float) -> Tensor:
+def _masked(x: Tensor, kept: Tensor, p: float) -> Tensor:
     """``x * kept / (1 - p)``; zeros where nothing is kept."""
     return (x * kept).div_(1 - p if p < 1 else 1)
 
 
-def _dropout_setup(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: Any, output: tuple[Tensor, Tensor]) -> None:
-    ctx.p, kept = inputs[1], output[1]
+def _masked_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, kept, ctx.p = inputs
     ctx.save_for_backward(kept)
-    ctx.mark_non_differentiable(kept)
 
 
-def _dropout_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+def _masked_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     (kept,) = ctx.saved_tensors
-    return torch.ops.autopar.dropout_backward(grad, kept, ctx.p), None
+    return torch.ops.autopar.masked(grad, kept, ctx.p), None, None
+
+
+def _dropout(x: Tensor, p: float, **place: Any) -> Tensor:
+    """The mask is not made of ``x``, which need not be there to make it again."""
+    like = torch.empty((), dtype=torch.bool, device=x.device).expand(x.shape)
+    made: Tensor = torch.ops.autopar.masked(x, torch.ops.autopar.dropout_mask(like, p, **place), p)
+    return made
 
 
 kernels(
-    f"dropout_and_mask(Tensor x, float p, *, {PLACE}) -> (Tensor, Tensor)",
-    _dropout_and_mask,
-    lambda x, p, **_: (torch.empty_like(x), torch.empty(x.shape, dtype=torch.bool, device=x.device)),
+    f"dropout_mask(Tensor like, float p, *, {PLACE}) -> Tensor",
+    _dropout_mask,
+    lambda like, p, **_: torch.empty(like.shape, dtype=torch.bool, device=like.device),
 )
-kernels("dropout_backward(Tensor grad, Tensor kept, float p) -> Tensor", _scaled, lambda grad, kept, p: grad * kept)
-torch.library.register_autograd(
-    "autopar::dropout_and_mask", _dropout_backward, setup_context=_dropout_setup, lib=LIBRARY
-)
-dropout = composite(
-    f"dropout(Tensor x, float p, *, {PLACE}) -> Tensor",
-    lambda x, p, **place: torch.ops.autopar.dropout_and_mask(x, p, **place)[0],
-)
+kernels("masked(Tensor x, Tensor kept, float p) -> Tensor", _masked, lambda x, kept, p: x * kept)
+torch.library.register_autograd("autopar::masked", _masked_backward, setup_context=_masked_setup, lib=LIBRARY)
+dropout = composite(f"dropout(Tensor x, float p, *, {PLACE}) -> Tensor", _dropout)
 
 
 # -- dropout that is not exact: torch's kernels, which know no place in the whole ------------------------------------
 
 
-def _seeded(op: Any) -> Any:
-    """``op`` with torch's generator started anew for every piece: ranks that hold the same one drop the same."""
-
-    def run(x: Tensor, *args: Any, **named: Any) -> Tensor:
-        place = {name: named.pop(name) for name in ("draw", "step_key", "microbatch", "shape", "runs") if name in named}
-        if x.device.type == "meta" or isinstance(x, FakeTensor):
-            return op(x, *args, **named)  # type: ignore[no-any-return]
-        generators = torch.cuda.default_generators if x.is_cuda else (torch.default_generator,)
-        generator = generators[x.device.index or 0]
-        state = generator.get_state()
-        try:
-            generator.manual_seed(_start(**place))
-            return op(x, *args, **named)  # type: ignore[no-any-return]
-        finally:
-            generator.set_state(state)
-
-    return run
+@contextmanager
+def _started(x: Tensor, **place: Any) -> Iterator[None]:
+    """Torch's generator started anew for a piece: ranks that hold the same one drop the same."""
+    generators = torch.cuda.default_generators if x.is_cuda else (torch.default_generator,)
+    generator = generators[x.device.index or 0]
+    state = generator.get_state()
+    try:
+        generator.manual_seed(_start(**place))
+        yield
+    finally:
+        generator.set_state(state)
 
 
 def _start(
@@ -241,13 +237,48 @@ def _start(
     return start >> 1
 
 
+def _seeded_dropout_and_mask(x: Tensor, p: float, **place: Any) -> tuple[Tensor, Tensor]:
+    with _started(x, **place):
+        made, kept = torch.ops.aten.native_dropout(x, p, True)
+    return made, kept
+
+
+def _seeded_dropout_setup(ctx: Any, inputs: Any, keyword_only_inputs: Any, output: tuple[Tensor, Tensor]) -> None:
+    ctx.p, kept = inputs[1], output[1]
+    ctx.save_for_backward(kept)
+    ctx.mark_non_differentiable(kept)
+
+
+def _seeded_dropout_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor, None]:
+    (kept,) = ctx.saved_tensors
+    return torch.ops.aten.native_dropout_backward(grad, kept, 1 / (1 - ctx.p) if ctx.p < 1 else 0.0), None
+
+
+def _seeded_attention(query: Tensor, *args: Any, **named: Any) -> Tensor:
+    place = {name: named.pop(name) for name in ("draw", "step_key", "microbatch", "shape", "runs") if name in named}
+    attention = torch.ops.aten.scaled_dot_product_attention.default
+    if query.device.type == "meta" or isinstance(query, FakeTensor):
+        return attention(query, *args, **named)  # type: ignore[no-any-return]
+    with _started(query, **place):
+        return attention(query, *args, **named)  # type: ignore[no-any-return]
+
+
+kernels(
+    f"seeded_dropout_and_mask(Tensor x, float p, *, {PLACE}) -> (Tensor, Tensor)",
+    _seeded_dropout_and_mask,
+    lambda x, p, **_: (torch.empty_like(x), torch.empty(x.shape, dtype=torch.bool, device=x.device)),
+)
+torch.library.register_autograd(
+    "autopar::seeded_dropout_and_mask", _seeded_dropout_backward, setup_context=_seeded_dropout_setup, lib=LIBRARY
+)
 seeded_dropout = composite(
-    f"seeded_dropout(Tensor input, float p, bool train, *, {PLACE}) -> Tensor", _seeded(torch.ops.aten.dropout.default)
+    f"seeded_dropout(Tensor input, float p, bool train, *, {PLACE}) -> Tensor",
+    lambda x, p, train, **place: torch.ops.autopar.seeded_dropout_and_mask(x, p, **place)[0] if train and p else x,
 )
 seeded_attention = composite(
     "seeded_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, float dropout_p=0.0, "
     f"bool is_causal=False, *, float? scale=None, bool enable_gqa=False, {PLACE}) -> Tensor",
-    _seeded(torch.ops.aten.scaled_dot_product_attention.default),
+    _seeded_attention,
 )
 SEEDED = {
     torch.ops.aten.dropout.default: seeded_dropout,

@@ -27,9 +27,9 @@ Groups = Mapping[str, Sequence[Sequence[int]]]
 def run_stacked(programs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[Any]], groups: Groups) -> list[Any]:
     """Run one program a rank; what each returns, by rank.
 
-    ``inputs[rank]`` go to the placeholders of ``programs[rank]``. The programs have the same nodes in the same order;
-    literals may differ. ``groups`` gives for every group name in them the lists of ranks that communicate, in order of
-    their coordinates: ``{"tp": [[0, 1], [2, 3]]}``.
+    ``inputs[rank]`` go to the placeholders of ``programs[rank]``. The programs have the same changes of layout in the
+    same order; what a rank does by itself between two of them, and literals, may differ. ``groups`` gives for every
+    group name in them the lists of ranks that communicate, in order of their coordinates: ``{"tp": [[0, 1], [2, 3]]}``.
 
     >>> graph = fx.Graph()
     >>> raw = graph.call_function(torch.ops.autopar.start_all_reduce.default, (graph.placeholder("x"), "tp", "none"))
@@ -38,28 +38,62 @@ def run_stacked(programs: Sequence[fx.GraphModule], inputs: Sequence[Sequence[An
     >>> run_stacked([program, program], [[torch.tensor(1)], [torch.tensor(2)]], {"tp": [[0, 1]]})
     [tensor(3), tensor(3)]
     """
-    steps = list(zip(*(p.graph.nodes for p in programs), strict=True))
-    values: list[dict[fx.Node, Any]] = [{} for _ in programs]
-    given = [iter(i) for i in inputs]
-    unused = _last_uses(programs[0])
-    order = {node: i for i, node in enumerate(programs[0].graph.nodes)}
-    for step in steps:
+    ranks = [_Rank(p, i) for p, i in zip(programs, inputs, strict=True)]
+    while True:
+        step = tuple(rank.advance() for rank in ranks)
         node = step[0]
         assert len({(n.op, str(n.target)) for n in step}) == 1, f"ranks disagree at {node}: {[n.target for n in step]}"
         if node.op == "output":
-            return [fx.node.map_arg(n.args[0], values[r].__getitem__) for r, n in enumerate(step)]
-        if node.op == "placeholder":
-            results = [next(g) for g in given]
-        elif node.op == "get_attr":
-            results = [operator.attrgetter(str(n.target))(p) for n, p in zip(step, programs, strict=True)]
-        else:
-            results = _call(step, values, groups)
-        for rank, result in enumerate(results):
-            values[rank][step[rank]] = result
-        for dead in unused[node]:
-            for rank in range(len(programs)):
-                del values[rank][steps[order[dead]][rank]]
-    raise AssertionError("a program without output")
+            return [rank.given(n.args[0]) for rank, n in zip(ranks, step, strict=True)]
+        calls = [_bind(n.target, *rank.given((n.args, n.kwargs))) for rank, n in zip(ranks, step, strict=True)]
+        for rank, n, result in zip(ranks, step, _over_groups(_own_name(node.target), calls, groups), strict=True):
+            rank.record(n, result)
+
+
+class _Rank:
+    """One rank between two changes of layout."""
+
+    def __init__(self, program: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self.program, self.inputs = program, iter(inputs)
+        self.nodes, self.unused = iter(program.graph.nodes), _last_uses(program)
+        self.values: dict[fx.Node, Any] = {}
+
+    def given(self, args: Any) -> Any:
+        """Arguments with values in the place of nodes."""
+        return fx.node.map_arg(args, self.values.__getitem__)
+
+    def record(self, node: fx.Node, result: Any) -> None:
+        """What a node made; what nobody reads any more is let go."""
+        self.values[node] = result
+        for dead in self.unused[node]:
+            del self.values[dead]
+
+    def advance(self) -> fx.Node:
+        """Run up to the next change of layout, or the output: that node."""
+        for node in self.nodes:
+            if node.op == "placeholder":
+                self.record(node, next(self.inputs))
+            elif node.op == "get_attr":
+                self.record(node, operator.attrgetter(str(node.target))(self.program))
+            elif node.op == "output" or _changes(node):
+                return node
+            else:
+                self.record(node, self._call(node))
+        raise AssertionError("a program without output")
+
+    def _call(self, node: fx.Node) -> Any:
+        args, kwargs = self.given((node.args, node.kwargs))
+        name = _own_name(node.target)
+        if name.startswith("wait_"):
+            _check_pair(name, node)
+            return args[0]
+        assert node.op == "call_function" and callable(node.target), f"{node.op} {node.target} in a local program"
+        return node.target(*args, **kwargs)
+
+
+def _changes(node: fx.Node) -> bool:
+    name = _own_name(node.target)
+    return name in _CHANGES or name in _LOSSES
 
 
 def _last_uses(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
@@ -73,19 +107,6 @@ def _last_uses(program: fx.GraphModule) -> dict[fx.Node, list[fx.Node]]:
     return uses
 
 
-def _call(step: tuple[fx.Node, ...], values: list[dict[fx.Node, Any]], groups: Groups) -> list[Any]:
-    node = step[0]
-    args = [fx.node.map_arg((n.args, n.kwargs), values[r].__getitem__) for r, n in enumerate(step)]
-    name = _own_name(node.target)
-    if name.startswith("wait_"):
-        _check_pair(name, step)
-        return [a[0][0] for a in args]
-    if name in _CHANGES or name in _LOSSES:
-        return _over_groups(name, [_bind(n.target, *a) for n, a in zip(step, args, strict=True)], groups)
-    assert node.op == "call_function" and callable(node.target), f"{node.op} {node.target} in a local program"
-    return [n.target(*a, **k) for n, (a, k) in zip(step, args, strict=True)]  # type: ignore[operator]
-
-
 def _own_name(target: Any) -> str:
     schema = getattr(target, "_schema", None)
     return schema.name.split("::")[1] if schema is not None and schema.name.startswith("autopar::") else ""
@@ -95,15 +116,14 @@ def _bind(target: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     return dict(zip([a.name for a in target._schema.arguments], args, strict=False)) | dict(kwargs)
 
 
-def _check_pair(name: str, step: tuple[fx.Node, ...]) -> None:
+def _check_pair(name: str, node: fx.Node) -> None:
     """A wait names the same cut as its start; real ranks would put the elements in a wrong order."""
-    for node in step:
-        start = node.args[0]
-        if isinstance(start, fx.Node) and _own_name(start.target) == name.replace("wait_", "start_"):
-            wanted = _bind(start.target, start.args, start.kwargs)
-            found = _bind(node.target, node.args, node.kwargs)
-            wrong = [k for k, v in found.items() if k != "raw" and wanted[k] != v]
-            assert not wrong, f"{node.format_node()} differs from its start in {wrong}: {wanted}"
+    start = node.args[0]
+    if isinstance(start, fx.Node) and _own_name(start.target) == name.replace("wait_", "start_"):
+        wanted = _bind(start.target, start.args, start.kwargs)
+        found = _bind(node.target, node.args, node.kwargs)
+        wrong = [k for k, v in found.items() if k != "raw" and wanted[k] != v]
+        assert not wrong, f"{node.format_node()} differs from its start in {wrong}: {wanted}"
 
 
 def _over_groups(name: str, calls: list[dict[str, Any]], groups: Groups) -> list[Any]:

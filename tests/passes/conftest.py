@@ -93,7 +93,11 @@ def assert_same_numbers(before: fx.GraphModule, after: fx.GraphModule, inputs: t
 
 def assert_golden(name: str, before: str, after: fx.GraphModule) -> None:
     """Compare with ``golden/<name>.txt``; ``EXPECTTEST_ACCEPT=1`` writes it."""
-    found = f"before:\n{before}\n\nafter:\n{text(after)}\n"
+    assert_golden_text(name, f"before:\n{before}\n\nafter:\n{text(after)}\n")
+
+
+def assert_golden_text(name: str, found: str) -> None:
+    """The same, of any text."""
     path = GOLDEN / f"{name}.txt"
     if os.environ.get("EXPECTTEST_ACCEPT"):
         path.write_text(found)
@@ -107,6 +111,7 @@ class Tools:
     export = staticmethod(export)
     as_float64 = staticmethod(as_float64)
     numbers = staticmethod(numbers)
+    golden_text = staticmethod(assert_golden_text)
     same_numbers = staticmethod(assert_same_numbers)
 
     @staticmethod

@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero clean
+.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero exact-checkpoints clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero  ## every large table
+exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero exact-checkpoints  ## every large table
 
 # torchvision and timm stay out of .venv: torchvision's release needs a CUDA torch, and transformers imports it unasked.
 build/vision: $(READY)
@@ -61,6 +61,9 @@ exact-families: $(READY)  ## the solver's plans of 16 model families against one
 
 exact-zero: build/vision  ## ZeRO x recomputation x precision x microbatches x dropout on real ranks (at most 120 minutes)
 	PYTHONPATH=build/vision $(BIN)/python tests/exact/zero.py --minutes 110
+
+exact-checkpoints: build/vision  ## runs that stop under one plan and go on under another (at most 30 minutes)
+	PYTHONPATH=build/vision $(BIN)/python tests/exact/checkpoints.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

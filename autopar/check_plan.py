@@ -18,6 +18,8 @@ ROUNDING = 1e-6  # what a bound may be above the objective that it meets
 WIRES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
 WORD = re.compile(r"[RIP]|S(\d+)(\(\d+(\+\d+)*\))?(/[1-9]\d*)?(@\d+)?")  # passes.layout.Layout, without importing torch
 CHOICE = re.compile(r"(I|R)|(factor|linear|special):([^()/\s]+)(?:\((\d+(?:\+\d+)*)\))?(?:/([1-9]\d*))?")
+KIND = re.compile(r"\*|\w+ \d+")  # of parameters, with the tensors that an optimizer keeps of one (`optimizer_states`)
+STATE = re.compile(r"param(:\w+)?|(d\d+|\d+)(\*(d\d+|\d+))*:\w+")
 CHOICES = "I, R, factor:<name>, factor:<name>(4+2+2), factor:<name>/3, linear:<index>, special:<name>"
 
 
@@ -27,6 +29,7 @@ def check(plan: Plan, where: str) -> None:
     _check_classes(plan, where)
     _check_units(plan, where)
     _check_parameters(plan, where)
+    _check_optimizer(plan, where)
     _check_prediction(plan, where)
     _check_proof(plan, where)
     _check_alternatives(plan, where)
@@ -129,6 +132,19 @@ def _check_parameters(plan: Plan, where: str) -> None:
                 f"{path}.gather",
                 f'"never", but rest {parameter.rest!r} is not use {parameter.use!r}. Legal: "step", "use".',
             )
+
+
+def _check_optimizer(plan: Plan, where: str) -> None:
+    for key, words in plan.optimizer.states.items():
+        path = f"$.optimizer.states[{json.dumps(key)}]"
+        if not KIND.fullmatch(key):
+            raise fail(where, path, 'is no kind of parameters. Legal: "*", or dtype and number of dims as "fp32 2".')
+        ndim = 0 if key == "*" else int(key.split()[1])
+        for word in words:
+            dims = [int(d) for d in re.findall(r"\bd(\d+)", word)]
+            if not STATE.fullmatch(word) or any(d >= ndim for d in dims):
+                of = f', "d{ndim - 1}:fp32"' if ndim else ""
+                raise fail(where, path, f'{word!r} is not legal. Legal: "param", "param:fp32"{of}.')
 
 
 def _check_layout(text: str, axes: int, ndim: int | None, where: str, path: str) -> None:

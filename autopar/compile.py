@@ -56,9 +56,10 @@ class Parallel(Initialised):
     """A model as trained on a cluster. Made by `compile`.
 
     Its parameters are DTensors under the model's own names, its buffers and ``state_dict`` keys the model's. Give
-    ``parameters()`` to an optimizer; call `step` once per global batch, or the module itself in eval mode. All ranks
-    call the same methods in the same order. The model that was given keeps its first values: read ``state_dict()``.
-    Gradients are written by `step`, so hooks on parameters do not run.
+    ``parameters()`` to an optimizer, or its class to `optimizer`, whose step is faster; call `step` once per global
+    batch, or the module itself in eval mode. All ranks call the same methods in the same order. The model that was
+    given keeps its first values: read ``state_dict()``. Gradients are written by `step`, so hooks on parameters do not
+    run. `autopar.save` and `autopar.load` keep a run, `save_weights` the model alone.
 
     ``train()`` and ``eval()`` choose the mode. In train mode modules that the user had in eval mode when compiling stay
     in it (a frozen BatchNorm). A submodule named like one of these methods is reached by `get_submodule`.

@@ -56,8 +56,9 @@ def optimizer_states(wanted: Wanted, parameters: Iterable[Tensor]) -> Optimizer:
         kinds[kind_of(optimizer).__name__] = None
         states = (v for _, v in sorted(optimizer.state[small].items()) if isinstance(v, Tensor) and v.ndim)
         found[f"{_word(dtype)} {ndim}"] = tuple(_described(state, small) for state in states)
-    if len(set(found.values())) == 1:
-        found = {EVERY: next(iter(found.values()))}
+    same, *others = set(found.values()) or {()}
+    if not others and all(word.startswith("param") for word in same):
+        found = {EVERY: same}
     return Optimizer(name or ", ".join(kinds), found)
 
 

@@ -211,6 +211,16 @@ def _broken(path, value):
         ),
         (["classes", 0, "extra", 0, "of"], 2, "plan: at $.classes[0].extra[0].of: there is no op 2. Legal: 0 to 1."),
         (
+            ["optimizer", "states"],
+            {"fp32 2": ["2d"]},
+            """plan: at $.optimizer.states["fp32 2"]: '2d' is not legal. Legal: "param", "param:fp32", "d1:fp32".""",
+        ),
+        (
+            ["optimizer", "states"],
+            {"*": ["moment"]},
+            """plan: at $.optimizer.states["*"]: 'moment' is not legal. Legal: "param", "param:fp32".""",
+        ),
+        (
             ["classes", 0, "recompute"],
             "all",
             'plan: at $.classes[0].recompute: "all" is not legal. Legal: "none", "selective", "full".',

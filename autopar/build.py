@@ -24,6 +24,7 @@ from autopar.passes.divide_work import Keep, Option, Undivided, flops
 from autopar.passes.facts import KEY, Choice, Dtypes, Strategy, annotate, fact, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.loss_stays_wide import LOSS_DTYPE
 from autopar.passes.lower import Lowerable
 from autopar.passes.roles import Limit, divides_nothing, limits_of, shares_nothing
 from autopar.passes.sequence import DIVIDE, Along, along_sequence, cuts_nothing
@@ -54,7 +55,9 @@ def prepare(captured: Capture, microbatches: int, *, float64: bool = False) -> P
     gm.meta["batch_inputs"] = {i.name for i in captured.inputs if i.batch}
     gm.meta |= captured.relaxations
     gm = run(gm, PREPARE)
-    gm = to_float64(gm) if float64 else gm
+    if float64:
+        gm = to_float64(gm)
+        gm.graph.output_node().meta.pop(LOSS_DTYPE, None)
     _refuse_changed_constants(gm, captured)
     annotate(gm, captured.trainable, {} if float64 else _dtypes(captured))
     if microbatches == 1:

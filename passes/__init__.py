@@ -31,6 +31,7 @@ PREPARE = (
     "ops_keep_dims",
     "shifted_losses_keep_length",
     "recognize_causal_masks",
+    "loss_stays_wide",
 )
 """From the captured graph to one the rules divide well. ``annotate`` and ``hoist_normalisers`` come next."""
 

@@ -18,6 +18,7 @@ from autopar.passes.facts import Value, fact, value
 from autopar.passes.graph_module import graph_module
 from autopar.passes.insert_changes import insert_changes, output_layouts, produced_layout
 from autopar.passes.layout import Layout, Mesh
+from autopar.passes.loss_stays_wide import LOSS_DTYPE
 from autopar.passes.make_local import make_local
 from autopar.passes.split_units import UnitProgram, split_units
 
@@ -58,7 +59,7 @@ class InputUse:
 
 @dataclass(frozen=True)
 class OutputUse:
-    """One tensor output and the layout in which the ranks hold it."""
+    """One tensor output and the layout in which the ranks hold it; ``dtype``: as it is returned."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -159,7 +160,14 @@ def lower(
         buffers=model.buffers,
         constants=model.constants,
         inputs=tuple(InputUse(n, value(holders[n]).shape, produced_layout(holders[n])) for n in model.inputs),
-        outputs=tuple(OutputUse(value(n).shape, value(n).dtype, produced_layout(n)) for n, _ in outs[:n_outputs]),
+        outputs=tuple(
+            OutputUse(
+                value(n).shape,
+                output.meta.get(LOSS_DTYPE, value(n).dtype) if i == 0 else value(n).dtype,
+                produced_layout(n),
+            )
+            for i, (n, _) in enumerate(outs[:n_outputs])
+        ),
         buffer_updates=tuple(output.args[0]["buffers"]),
         body=body,
         prologue=prologue,

@@ -20,6 +20,7 @@ from autopar.passes.drop_noops import ASSERTIONS, CASTS, FRESH, is_noop, joined,
 from autopar.passes.experts_in_token_order import is_grouped
 from autopar.passes.facts import KEY, RELAXED, Fact
 from autopar.passes.functionalize_mutations import is_mutating, is_tracking_instance_norm, is_training_batch_norm
+from autopar.passes.loss_stays_wide import rounded_losses
 from autopar.passes.means_to_sums import is_mean
 from autopar.passes.ops_keep_dims import region_of
 from autopar.passes.rows_to_gathers import reads_rows
@@ -197,5 +198,6 @@ _SPEC: dict[str, Callable[[fx.GraphModule], Iterator[str]]] = {
     ),
     "shifted_losses_keep_length": _each(is_shifted, "is a loss of most of its rows"),
     "recognize_causal_masks": _each(_masks, "has a mask and is causal"),
+    "loss_stays_wide": lambda gm: (f"{n.name} is a loss that was rounded" for n in rounded_losses(gm)),
     "hoist_normalisers": _prologue,
 }

@@ -98,7 +98,7 @@ class Program:
             made, updates = self._loop(batch, weights, len(self.local.outputs) if outputs else 1, train=True)
             self._deliver(weights.finish())
             self._write(updates)
-            loss = sum((m[0] for m in made[1:]), made[0][0])
+            loss = sum((m[0] for m in made[1:]), made[0][0]).to(self.local.outputs[0].dtype)
             assert isinstance(loss, Tensor)
             self.steps += 1
             return (loss, *self._assemble(made, range(1, len(self.local.outputs)))) if outputs else (loss,)
@@ -295,7 +295,7 @@ class Program:
                 for axis, place in zip(cut, places, strict=True):
                     coordinates[axis] = place
                 _put(full, use.layout.runs(use.shape, self.mesh, tuple(coordinates)), gathered[places])
-        return full
+        return full.to(use.dtype)
 
     def _stack(self, tensor: Tensor, axis: int) -> Tensor:
         """Equal pieces of the ranks of one axis, stacked along a new first dim."""

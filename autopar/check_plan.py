@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 DISPLAY_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "idle")  # torchtitan's; of an axis without work
 ROUNDING = 1e-6  # what a bound may be above the objective that it meets
 WIRES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
+CAST = ("fp64", "fp32", "bf16", "fp16")  # what mixed precision casts
 WORD = re.compile(r"[RIP]|S(\d+)(\(\d+(\+\d+)*\))?(/[1-9]\d*)?(@\d+)?")  # passes.layout.Layout, without importing torch
 CHOICE = re.compile(r"(I|R)|(factor|linear|special):([^()/\s]+)(?:\((\d+(?:\+\d+)*)\))?(?:/([1-9]\d*))?")
 KIND = re.compile(r"\*|\w+ \d+")  # of parameters, with the tensors that an optimizer keeps of one (`optimizer_states`)
@@ -132,6 +133,14 @@ def _check_parameters(plan: Plan, where: str) -> None:
                 f"{path}.gather",
                 f'"never", but rest {parameter.rest!r} is not use {parameter.use!r}. Legal: "step", "use".',
             )
+        used, reduced = parameter.dtype, parameter.dtype
+        if parameter.dtype in CAST:
+            used = plan.precision.param_dtype or used
+            reduced = plan.precision.reduce_dtype or reduced
+        for name, legal in (("use_dtype", used), ("grad_dtype", reduced)):
+            if getattr(parameter, name) != legal:
+                why = f"{getattr(parameter, name)!r} is not what $.precision makes of {parameter.dtype!r}"
+                raise fail(where, f"{path}.{name}", f"{why}. Legal: {legal}.")
 
 
 def _check_optimizer(plan: Plan, where: str) -> None:

@@ -26,7 +26,7 @@ from autopar.optimizer_states import Wanted, optimizer_states
 from autopar.passes.layout import Layout
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins, ResolvedPins, resolve
-from autopar.plan import Plan, loads
+from autopar.plan import Plan, Precision, loads
 from autopar.predict import predict
 from autopar.rests import resting, rests_of
 from autopar.runtime.agree import agree
@@ -440,7 +440,9 @@ def compile(
     resolve(parsed, cluster.ranks)
     if dropout is None:
         dropout = found.relaxations.get("dropout", "exact") if found is not None else "exact"
+    asked: Pins | Precision = parsed if found is None else found.precision
     options = {"global_batch": global_batch, "loss": loss, "batch_dims": batch_dims, "dropout": dropout}
+    options |= {"param_dtype": asked.param_dtype, "reduce_dtype": asked.reduce_dtype}
     parallel = Parallel(
         model,
         cluster,

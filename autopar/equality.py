@@ -5,7 +5,8 @@ and buffers at least 1e-3 of the largest one of any tensor (a gradient that is z
 agree in), and for parameters at least the learning rate. Integers, shapes, names and ``grad is None`` are equal or not.
 
 fp64 is the judge, against the captured graph run op by op in one process. fp32 is compared with eager; where eager is
-itself far from the fp64 reference, the plan may be at most twice as far from it as eager is.
+itself far from the fp64 reference, the plan may be at most twice as far from it as eager is. A plan that computes in
+half precision may be 1.5 times as far from it, tensor by tensor and in norm, as one process in that precision is.
 
 >>> import torch
 >>> one = Run(torch.tensor(2.0), {"w": torch.tensor([1.0, 3.0])}, {}, {"w": torch.tensor([5.0])})
@@ -29,6 +30,29 @@ from torch import Tensor
 PIECE = 1 << 22  # elements compared at a time, in float64
 FLOOR = 1e-3  # of the largest gradient (buffer) of any tensor
 KINDS = ("loss", "grad", "buffer", "param")
+HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+FACTOR = 1.5  # times one process's own distance from float64: what a plan in half precision may have
+Key = tuple[str, str]  # kind and name of a tensor
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a tensor is: ``of`` one piece of it, and of ``both`` where those of two pieces are known."""
+
+    of: Callable[[Tensor], float]
+    both: Callable[[float, float], float]
+
+    def whole(self, t: Tensor) -> float:
+        """Of what is finite in a tensor, piece by piece."""
+        total = 0.0
+        for piece in _pieces(t):
+            if piece.numel():
+                total = self.both(total, self.of(piece.abs().double().nan_to_num(0.0, 0.0, 0.0)))
+        return total
+
+
+LARGEST = Size(lambda piece: float(piece.max()), max)
+NORM = Size(lambda piece: float(torch.linalg.vector_norm(piece)), math.hypot)
 
 
 @dataclass(frozen=True)
@@ -54,6 +78,11 @@ class Difference:
     kind: str
     abs: float
     rel: float
+
+    @property
+    def key(self) -> Key:
+        """Which tensor it is of."""
+        return self.kind, self.name
 
 
 @dataclass(frozen=True)
@@ -86,20 +115,22 @@ FP64 = Limits(
 FP32 = Limits("fp32", dict.fromkeys(KINDS, 1e-5), factor=2.0, trusted=5e-6, why="eager's own distance from fp64")
 
 
-def distances(candidate: Run, reference: Run, *, lr: float) -> list[Difference]:
-    """Every tensor's distance from its reference, the farthest first. ``lr``: of the optimizer that made ``params``."""
-    found = [_difference("loss", "loss", candidate.loss, reference.loss, 0.0)]
+def distances(candidate: Run, reference: Run, *, lr: float, size: Size | None = None) -> list[Difference]:
+    """Every tensor's distance from its reference, the farthest first. ``lr``: of the optimizer that made ``params``;
+    ``size``: of tensors and their differences, `LARGEST` (default) or `NORM`."""
+    size = size or LARGEST
+    found = [_difference("loss", "loss", candidate.loss, reference.loss, 0.0, size)]
     if candidate.names != reference.names:
         odd = sorted(set(candidate.names) ^ set(reference.names)) or ["their order"]
         found.append(_unlike(f"names ({', '.join(odd[:3])})", "param"))
     for kind, mine, theirs, floor in (
-        ("grad", candidate.grads, reference.grads, FLOOR * _largest_of(reference.grads)),
-        ("buffer", candidate.buffers, reference.buffers, FLOOR * _largest_of(reference.buffers)),
+        ("grad", candidate.grads, reference.grads, FLOOR * _largest_of(reference.grads, size)),
+        ("buffer", candidate.buffers, reference.buffers, FLOOR * _largest_of(reference.buffers, size)),
         ("param", candidate.params, reference.params, lr),
     ):
         for name in sorted(mine.keys() ^ theirs.keys()):
             found.append(_unlike(f"{name} (only in {'the plan' if name in mine else 'one process'})", kind))
-        found += [_difference(n, kind, mine[n], theirs[n], floor) for n in theirs if n in mine]
+        found += [_difference(n, kind, mine[n], theirs[n], floor, size) for n in theirs if n in mine]
     return sorted(found, key=lambda d: -d.rel)
 
 
@@ -125,12 +156,50 @@ def judge(
     return ok, tuple(said)
 
 
+def judge_low(
+    found: Sequence[Difference],
+    dtype: torch.dtype,
+    own: Mapping[Key, float],
+    unit: Callable[[Key], float],
+    doubt: Callable[[], Mapping[Key, float]] | None = None,
+) -> tuple[bool, tuple[str, ...]]:
+    """The same of a plan that computes in half precision: every tensor may be `FACTOR` times as far from float64, by
+    its norm, as one process in that precision is.
+
+    ``own``: of one process; ``unit``: the unit roundoff of what a tensor is kept in, under which no distance means
+    anything; ``doubt``: how far other runs of one process are, asked only where a limit is exceeded by a number.
+    """
+
+    def allowed(d: Difference) -> float:
+        return FACTOR * max(own.get(d.key, 0.0), unit(d.key))
+
+    more: Mapping[Key, float] = {}
+    if doubt is not None and any(d.rel > allowed(d) and math.isfinite(d.rel) for d in found):
+        more = doubt()
+    limits = [(d, max(allowed(d), FACTOR * more.get(d.key, 0.0))) for d in found]
+    said = []
+    for kind in KINDS:
+        of_kind = [(d.rel / limit, limit) for d, limit in limits if d.kind == kind and limit]
+        if of_kind:
+            _, limit = max(of_kind)
+            words = f"({FACTOR:g} times one process's own distance from fp64, {limit / FACTOR:.1e})"
+            said.append(f"{HALF[dtype]} {kind} {limit:.1e} {words}")
+    return all(d.rel <= limit for d, limit in limits), tuple(said)
+
+
+def by_tensor(found: Sequence[Difference]) -> dict[Key, float]:
+    """The distance of each tensor."""
+    return {d.key: d.rel for d in found}
+
+
 def farthest_by_kind(found: Sequence[Difference]) -> dict[str, float]:
     """The largest relative distance of each kind that there is."""
     return {kind: max(d.rel for d in found if d.kind == kind) for kind in KINDS if any(d.kind == kind for d in found)}
 
 
-def _difference(name: str, kind: str, mine: Tensor | None, theirs: Tensor | None, floor: float) -> Difference:
+def _difference(
+    name: str, kind: str, mine: Tensor | None, theirs: Tensor | None, floor: float, size: Size
+) -> Difference:
     if mine is None or theirs is None:
         if mine is theirs:
             return Difference(name, kind, 0.0, 0.0)
@@ -140,14 +209,14 @@ def _difference(name: str, kind: str, mine: Tensor | None, theirs: Tensor | None
     if not (theirs.is_floating_point() or theirs.is_complex()):
         return Difference(name, kind, 0.0, 0.0) if torch.equal(mine, theirs) else _unlike(f"{name} (integers)", kind)
     wide = torch.complex128 if theirs.is_complex() else torch.float64
-    distance = largest = 0.0
+    distance = whole = 0.0
     for a, b in zip(_pieces(mine), _pieces(theirs), strict=True):
         a, b = a.to(wide), b.to(wide)
         agree = (a == b) | (a.isnan() & b.isnan())
         gap = (a - b).abs().masked_fill(agree, 0.0).nan_to_num(math.inf, math.inf)
-        distance = max(distance, float(gap.max()) if gap.numel() else 0.0)
-        largest = max(largest, _largest(b))
-    scale = max(largest, floor)
+        distance = size.both(distance, size.of(gap) if gap.numel() else 0.0)
+        whole = size.both(whole, size.whole(b))
+    scale = max(whole, size.of(torch.full_like(theirs, floor, dtype=torch.float64)) if kind == "param" else floor)
     return Difference(name, kind, distance, distance / scale if scale else 0.0 if distance == 0 else math.inf)
 
 
@@ -155,13 +224,8 @@ def _unlike(what: str, kind: str) -> Difference:
     return Difference(what, kind, math.inf, math.inf)
 
 
-def _largest_of(tensors: Mapping[str, Tensor | None]) -> float:
-    return max((_largest(t) for t in tensors.values() if t is not None and t.is_floating_point()), default=0.0)
-
-
-def _largest(t: Tensor) -> float:
-    finite = (piece.abs().double().nan_to_num(0.0, 0.0, 0.0) for piece in _pieces(t) if piece.numel())
-    return max((float(piece.max()) for piece in finite), default=0.0)
+def _largest_of(tensors: Mapping[str, Tensor | None], size: Size) -> float:
+    return max((size.whole(t) for t in tensors.values() if t is not None and t.is_floating_point()), default=0.0)
 
 
 def _pieces(t: Tensor) -> Iterator[Tensor]:

@@ -40,8 +40,6 @@ _LATER = {
     "recompute": "recomputation comes with a later release",
     "schedule": "pipeline schedules come with a later release",
     "vp": "virtual pipeline stages come with a later release",
-    "param_dtype": "mixed precision comes with a later release",
-    "reduce_dtype": "mixed precision comes with a later release",
     "cut": "stage cuts come with a later release",
     "layouts": "pinned layouts come with a later release",
 }
@@ -51,8 +49,6 @@ _NO_OP = {
     "ep": 1,
     "vp": 1,
     "recompute": "none",
-    "param_dtype": "fp32",
-    "reduce_dtype": "fp32",
 }
 
 
@@ -151,8 +147,6 @@ class ResolvedPins:
     cp: int = 1
     ep: int = 1
     recompute: str = "none"
-    param_dtype: str = "fp32"
-    reduce_dtype: str = "fp32"
 
     @property
     def ranks(self) -> int:

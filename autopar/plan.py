@@ -346,6 +346,7 @@ class Plan:
         )
         words += [f"schedule={self.schedule.name}"] * (self.schedule.name != "accumulate")
         words += [f"recompute={self.recompute}"] * (self.recompute != "none")
+        words += [f"{key}={word}" for key, word in write(self.precision).items() if word is not None]
         return f"{' '.join(words) or 'dp=1'} on {self.ranks} rank{'s' * (self.ranks != 1)}"
 
     def to_json(self, *, timings: bool = False) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """`verify`: run plans on local ranks and compare them with one process, by the definition of `autopar.equality`.
 
 The model is captured once here and once in every rank, however many plans follow. Every plan is run twice for three
-steps: in float64 with AdamW against the captured graph run op by op, and as it is with SGD against plain eager. The
-weights and inputs are this process's, so a factory need not be seeded.
+steps: in float64 with AdamW against the captured graph run op by op, and as it is with SGD against plain eager; in half
+precision both are held against float64. The weights and inputs are this process's, so a factory need not be seeded.
 """
 
 from __future__ import annotations
@@ -34,16 +34,31 @@ from autopar.capture import Capture, capture, double, run_graph, to_float64
 from autopar.choosing.plan_training import plan_training
 from autopar.cluster import Cluster
 from autopar.divided import divided
-from autopar.equality import FP32, FP64, Difference, Doubt, Run, distances, farthest_by_kind, judge
+from autopar.equality import (
+    FP32,
+    FP64,
+    HALF,
+    NORM,
+    Difference,
+    Doubt,
+    Key,
+    Run,
+    by_tensor,
+    distances,
+    farthest_by_kind,
+    judge,
+    judge_low,
+)
 from autopar.errors import AutoparError
 from autopar.evaluate import WIDER
 from autopar.export_model import Call
 from autopar.loading import LoadedModel, ModelSpec
+from autopar.mixed_precision import cast, param_dtype, precision, used_in
 from autopar.passes.counter_random import counter_random
 from autopar.passes.lower import lower, with_changes
 from autopar.passes.split_prologue import copy_graph
 from autopar.pins import Pins
-from autopar.plan import Plan, Share, loads
+from autopar.plan import Plan, Precision, Share, loads
 from autopar.runtime.counter_random import draws, random_key
 from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import place
@@ -61,6 +76,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 }
 PRECISIONS = {"fp64": "adamw", "fp32": "sgd"}  # in fp32 Adam divides rounding errors by their own size
 PRELOAD = ("autopar.verify", "torch.export", "torch._dynamo")  # what every rank would import by itself
+NEAR = 4  # runs of one process in half precision that show how far it is, where one is not enough
 NOISY = 8  # runs of eager that show how far its last bits carry
 WORST = 16  # differences in a result
 TIMEOUT = 300.0  # seconds for one plan, capture in the ranks included
@@ -110,8 +126,9 @@ def verify_many(
     ``plans``: pins, whose plan is the one that `autopar.compile` would make, or finished plans. ``batch``: rows of the
     global batch (default: those of the example). ``pool``: ranks that are running, to be kept for further models.
     ``cluster``: of ``ranks`` ranks, whose figures and memory the plans are made for (default: this machine); what runs
-    is local all the same. ``subject``: the model captured at ``batch`` rows, where it is at hand. A plan that is
-    refused gives its AutoparError in place of a result; a model that is refused raises it.
+    is local all the same. ``subject``: the model captured at ``batch`` rows, where it is at hand; for plans of another
+    precision it is captured anew. A plan that is refused gives its AutoparError in place of a result; a model that is
+    refused raises it.
     """
     started = time.perf_counter()
     cluster = _cluster_of(cluster, ranks)
@@ -125,9 +142,10 @@ def verify_many(
             pool = stack.enter_context(RankPool(ranks, timeout=TIMEOUT, preload=(*PRELOAD, *sorted(homes))))
         for given in plans:
             try:
-                plan = given if isinstance(given, Plan) else _plan(subject, given, cluster)
+                own = subject.computed_in(given.precision if isinstance(given, Plan) else given)
+                plan = given if isinstance(given, Plan) else _plan(own, given, cluster)
                 every = pool.run(run_plan, str(values), model, batch, plan.dumps())
-                results.append(_compare(subject, plan, every, started))
+                results.append(_compare(own, plan, every, started))
             except AutoparError as error:
                 results.append(error)
             started = time.perf_counter()
@@ -151,6 +169,42 @@ class Subject:
         loaded.model.train()
         captured = capture(loaded.model, loaded.args, loaded.kwargs, global_batch=batch, loss=loaded.loss, check=check)
         return Subject(loaded, captured, _rows(captured))
+
+    def computed_in(self, asked: Precision | Pins) -> Subject:
+        """The model in the precision of a plan or pins, captured once for each dtype of parameters. Raises AutoparError
+        where it cannot be."""
+        word, captured = asked.param_dtype, self.captured
+        if word == captured.precision.param_dtype:
+            return self
+        if word not in self._others:
+            loaded, check = self.loaded, captured.checked == "equal"
+            again = capture(
+                loaded.model,
+                loaded.args,
+                loaded.kwargs,
+                global_batch=captured.batch,
+                loss=loaded.loss,
+                check=check,
+                param_dtype=word,
+            )
+            self._others[word] = replace(self, captured=again)
+        return self._others[word]
+
+    @cached_property
+    def _others(self) -> dict[str | None, Subject]:
+        return {}
+
+    def reducing(self, asked: Precision | Pins) -> Capture:
+        """The capture for plans that reduce gradients as ``asked``."""
+        assert asked.param_dtype == self.captured.precision.param_dtype
+        return replace(self.captured, precision=precision(asked.param_dtype, asked.reduce_dtype))
+
+    @property
+    def low(self) -> torch.dtype | None:
+        """The half precision that a parameter which trains is computed with, where one is."""
+        asked = self.captured.precision
+        used = {used_in(p.dtype, asked) for p in self.captured.parameters.values() if p.requires_grad}
+        return next((dtype for dtype in HALF if dtype in used), None)
 
     def with_values(self, attributes: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Subject:
         """The same with another process's values."""
@@ -198,7 +252,8 @@ class Subject:
 
     @cached_property
     def eager(self) -> Run:
-        """The model itself, as it is; its captured graph where it draws random numbers, which torch draws otherwise."""
+        """The model itself, as it is or in mixed precision; its captured graph where it draws random numbers, which
+        torch draws otherwise."""
         return self._run32("eager", lambda t: t)
 
     @cached_property
@@ -210,13 +265,48 @@ class Subject:
         found = [farthest_by_kind(distances(run, self.truth, lr=LR["sgd"])) for run in runs]
         return {kind: max(f[kind] for f in found) for kind in found[0]}
 
+    @cached_property
+    def lows_own(self) -> Mapping[Key, float]:
+        """How far one process in half precision is from float64, tensor by tensor in norm."""
+        return by_tensor(distances(self.eager, self.truth, lr=LR["sgd"], size=NORM))
+
+    @cached_property
+    def lows_near(self) -> Mapping[Key, float]:
+        """The same of several runs whose weights and inputs are a rounding away, each against float64 on its own: the
+        farthest. How far a small tensor is in one run is a matter of luck."""
+        found: dict[Key, float] = {}
+        for number in range(NEAR):
+            for key, rel in by_tensor(self._near(number)).items():
+                found[key] = max(found.get(key, 0.0), rel)
+        return found
+
+    def _near(self, number: int) -> list[Difference]:
+        assert self.low is not None
+        move = _moved_by(torch.finfo(self.low).eps / 2, number)
+        captured, inputs = self.captured, [move(t) for t in self.inputs]
+        held = {n: t.detach().clone() for n, t in captured.attributes.items()}
+        for fqn, parameter in captured.parameters.items():
+            held[fqn] = move(held[fqn]).requires_grad_(parameter.requires_grad)
+        wide = [t.to(WIDER.get(t.dtype, t.dtype)) for t in inputs]
+        truth = self._run("near64", self.graph64, double(held), wide, "sgd")
+        graph = counter_random(copy_graph(captured.graph))
+        own = self._run("near", graph, held, inputs, "sgd", param_dtype(captured.precision))
+        return distances(own, truth, lr=LR["sgd"], size=NORM)
+
+    def unit(self, key: Key) -> float:
+        """The unit roundoff of what a tensor is kept in."""
+        kind, name = key
+        tensors: Mapping[str, Tensor] = self.captured.buffers if kind == "buffer" else self.captured.parameters
+        dtype = self.eager.loss.dtype if kind == "loss" else tensors[name].dtype if name in tensors else None
+        return torch.finfo(dtype).eps / 2 if dtype is not None and dtype.is_floating_point else 0.0
+
     def _eager(self, name: str, moved: Callable[[Tensor], Tensor]) -> Run:
         model = copy.deepcopy(self.loaded.model)
         with torch.no_grad():
             for p in model.parameters():
                 p.copy_(moved(p))
         inputs = [moved(t) for t in self.inputs]
-        call = Call(model, self.captured.signature, self.loaded.loss, True)
+        call = Call(model, self.captured.signature, self.loaded.loss, True, param_dtype(self.captured.precision))
         loss = lambda: call(inputs)[0][0]
         buffers = lambda: dict(model.named_buffers())
         keep = _keeper(self._folder / name)
@@ -230,7 +320,8 @@ class Subject:
         for fqn, parameter in self.captured.parameters.items():
             held[fqn].requires_grad_(parameter.requires_grad)
         graph = counter_random(copy_graph(self.captured.graph))
-        return self._run(name, graph, held, [moved(t) for t in self.inputs], "sgd")
+        used = param_dtype(self.captured.precision)
+        return self._run(name, graph, held, [moved(t) for t in self.inputs], "sgd", used)
 
     def _run64(
         self, name: str, inputs: Sequence[Tensor], update: str, moved: Callable[[Tensor], Tensor] = lambda t: t
@@ -243,24 +334,38 @@ class Subject:
         return self._run(name, self.graph64, held, wide, update)
 
     def _run(
-        self, name: str, graph: fx.GraphModule, held: dict[str, Tensor], inputs: Sequence[Tensor], update: str
+        self,
+        name: str,
+        graph: fx.GraphModule,
+        held: dict[str, Tensor],
+        inputs: Sequence[Tensor],
+        update: str,
+        used: torch.dtype | None = None,
     ) -> Run:
+        """``used``: what parameters are cast to."""
         buffers = {n: t for n, t in held.items() if n in self.captured.buffers}
         params = {n: t for n, t in held.items() if n in self.captured.parameters}
         steps = itertools.count()
-        loss = lambda: run_graph(graph, inputs, held, random_key(SEED, next(steps)))["outputs"][0]
+
+        def loss() -> Tensor:
+            read = held | dict(zip(params, cast(tuple(params.values()), used), strict=True))
+            value: Tensor = run_graph(graph, inputs, read, random_key(SEED, next(steps)))["outputs"][0]
+            return value
+
         keep = _keeper(self._folder / name)
         return three_steps(_backward(loss), params, lambda: buffers, update, names_of(self.loaded.model), keep)
 
     @cached_property
-    def _prepared(self) -> dict[tuple[bool, str], Prepared]:
+    def _prepared(self) -> dict[tuple[bool, str, Precision], Prepared]:
         return {}
 
-    def prepared(self, microbatches: int, precision: str) -> Prepared:
-        """The graph after PREPARE in one precision; made once."""
-        key = (microbatches > 1, precision)
+    def prepared(self, microbatches: int, precision: str, asked: Precision | None = None) -> Prepared:
+        """The graph after PREPARE in one precision, for plans of a `Plan.precision` (default: the capture's); made
+        once."""
+        captured = self.reducing(asked or self.captured.precision)
+        key = (microbatches > 1, precision, captured.precision)
         if key not in self._prepared:
-            self._prepared[key] = prepare(self.captured, microbatches, float64=precision == "fp64")
+            self._prepared[key] = prepare(captured, microbatches, float64=precision == "fp64")
         return self._prepared[key]
 
 
@@ -316,14 +421,15 @@ def run_plan(
         _subjects.clear()
         subject = Subject.of(model, batch, check=False)
         _subjects[values] = subject.with_values(*torch.load(values, weights_only=False, mmap=True))
-    subject, plan = _subjects[values], loads(text)
+    plan = loads(text)
+    subject = _subjects[values].computed_in(plan.precision)
     runs = {precision: _run(subject, plan, precision, Path(values)) for precision in PRECISIONS}
     return runs if rank == 0 else {}, [run.loss for run in runs.values()]
 
 
 def _run(subject: Subject, plan: Plan, precision: str, values: Path) -> Run:
     ranks = connect(plan_mesh(plan), timedelta(seconds=GROUP_TIMEOUT))
-    lowerable = with_changes(apply(plan, subject.prepared(plan.microbatches, precision)))
+    lowerable = with_changes(apply(plan, subject.prepared(plan.microbatches, precision, plan.precision)))
     local = lower(lowerable, ranks.rank, ranks.group_names)
     model, inputs, constants = copy.deepcopy(subject.loaded.model), subject.inputs, subject.captured.constants
     if precision == "fp64":
@@ -380,13 +486,18 @@ def _backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def _last_bit() -> Callable[[Tensor], Tensor]:
     """Moves each element of a tensor by up to its last bit, each time otherwise."""
-    generator = torch.Generator().manual_seed(0)
+    return _moved_by(None, 0)
+
+
+def _moved_by(unit: float | None, seed: int) -> Callable[[Tensor], Tensor]:
+    """The same by up to so much of its value (None: its last bit)."""
+    generator = torch.Generator().manual_seed(seed)
 
     def move(t: Tensor) -> Tensor:
         if not t.is_floating_point():
             return t
         noise = torch.rand(t.shape, generator=generator) * 2 - 1
-        return t + t * noise.to(t) * torch.finfo(t.dtype).eps
+        return t + t.nan_to_num(0.0, 0.0, 0.0) * noise.to(t) * (unit or torch.finfo(t.dtype).eps)
 
     return move
 
@@ -399,24 +510,27 @@ def _compare(
     subject: Subject, plan: Plan, every: list[tuple[dict[str, Run], list[Tensor]]], started: float
 ) -> VerifyResult:
     runs = every[0][0]
-    wide, narrow = (
-        distances(runs["fp64"], subject.judge, lr=LR["adamw"]),
-        distances(runs["fp32"], subject.eager, lr=LR["sgd"]),
-    )
+    wide, low = distances(runs["fp64"], subject.judge, lr=LR["adamw"]), subject.low
+    if low is None:
+        narrow = distances(runs["fp32"], subject.eager, lr=LR["sgd"])
+    else:
+        narrow = distances(runs["fp32"], subject.truth, lr=LR["sgd"], size=NORM)
     for rank, (_, losses) in enumerate(every):
         for found, own, first in zip((wide, narrow), losses, every[0][1], strict=True):
             if not torch.equal(own.nan_to_num(), first.nan_to_num()):
                 found.insert(0, Difference(f"loss (rank {rank} has another than rank 0)", "loss", math.inf, math.inf))
     ok64, said64 = judge(wide, FP64, lambda: Doubt(_moved(subject)))
-    ok32, said32 = judge(
-        narrow, FP32, lambda: Doubt(subject.eagers_own, distances(runs["fp32"], subject.truth, lr=LR["sgd"]))
-    )
+    if low is None:
+        doubt = lambda: Doubt(subject.eagers_own, distances(runs["fp32"], subject.truth, lr=LR["sgd"]))
+        ok32, said32 = judge(narrow, FP32, doubt)
+    else:
+        ok32, said32 = judge_low(narrow, low, subject.lows_own, subject.unit, lambda: subject.lows_near)
     return VerifyResult(
         ok=ok64 and ok32,
         ranks=plan.ranks,
         plan=plan.one_line(),
         worst=tuple(map(_finite, (narrow if ok64 and not ok32 else wide)[:WORST])),
-        divided=divided(plan, subject.prepared(plan.microbatches, "fp32")),
+        divided=divided(plan, subject.prepared(plan.microbatches, "fp32", plan.precision)),
         seconds=time.perf_counter() - started,
         limits=(*said64, *said32),
     )
@@ -442,7 +556,7 @@ def _plan(subject: Subject, pins: Pins, cluster: Cluster) -> Plan:
     """The plan that `autopar.compile` would make; it is given to the ranks, which decide nothing."""
     key = (subject.captured.hash, json.dumps(write(cluster)), pins.text())
     if key not in _plans:
-        _plans[key] = plan_training(subject.captured, pins, cluster, {}).plan
+        _plans[key] = plan_training(subject.reducing(pins), pins, cluster, {}).plan
     return _plans[key]
 
 

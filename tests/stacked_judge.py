@@ -32,13 +32,27 @@ FIRST_STEP = random_key(0, 0)  # by which a `Program` draws first, where no seed
 class StackedJudge:
     """One captured model; every method asserts that a plan gives the loss, gradients and buffers of one process."""
 
-    def __init__(self, model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], key: int = FIRST_STEP) -> None:
-        self.captured, self.key = capture(model, args, kwargs, check=False), key
+    def __init__(
+        self,
+        model: nn.Module,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        key: int = FIRST_STEP,
+        param_dtype: str | None = None,
+    ) -> None:
+        self.captured, self.key = capture(model, args, kwargs, check=False, param_dtype=param_dtype), key
+        self._others: dict[str, StackedJudge] = {}
         self.model, self.given = model, (args, kwargs)
         self.graph = to_float64(counter_random(copy_graph(self.captured.graph)))
         self.attributes = double(self.captured.attributes)
         self.inputs = [t.to(WIDER.get(t.dtype, t.dtype)) for t in self.captured.flatten_inputs(args, kwargs)]
         self._prepared: dict[bool, Prepared] = {}
+
+    def in_precision(self, param_dtype: str) -> StackedJudge:
+        """Of the same model with its parameters in this dtype, captured once for each."""
+        if param_dtype not in self._others:
+            self._others[param_dtype] = StackedJudge(self.model, *self.given, self.key, param_dtype)
+        return self._others[param_dtype]
 
     def prepared(self, microbatches: int) -> Prepared:
         """The graph after PREPARE, made once for one microbatch and once for several."""
@@ -84,7 +98,10 @@ class StackedJudge:
             check(gm, name)
 
     def pinned(self, **pins: Any) -> None:
-        """The plan for pins."""
+        """The plan for pins; in mixed precision all is float64 here, but the graph has other casts."""
+        if pins.get("param_dtype") != self.captured.precision.param_dtype:
+            self.in_precision(pins["param_dtype"]).pinned(**pins)
+            return
         ranks = pins.get("dp", 1) * pins.get("tp", 1) * int(pins.get("sp") or 1)
         resolved = resolve(Pins.parse(pins), ranks, self.captured.batch)
         prepared = self.prepared(resolved.microbatches)

@@ -19,7 +19,7 @@ from autopar.verify import VerifyResult, verify_many
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("G*.py"))
-SUPPORTED = {"dp", "tp", "sp", "zero", "microbatches"}
+SUPPORTED = {"dp", "tp", "sp", "zero", "microbatches", "param_dtype", "reduce_dtype"}
 NOTES = {"may_reject", "sync_bn"}  # of a plan, no pins: a refusal is right; statistics of the whole batch, our default
 OURS: list[dict[str, Any]] = [{"tp": 2}, {"dp": 2, "zero": 3}]  # for the cases whose own plans all come later
 REAL = {2: ("G01", "G03", "G04", "G26"), 4: ("G05", "G39")}  # ranks -> the cases that run on them too

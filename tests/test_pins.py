@@ -89,8 +89,6 @@ def test_a_key_given_twice():
         "recompute=full",
         "schedule=1f1b",
         "vp=2",
-        "param_dtype=bf16",
-        "reduce_dtype=bf16",
         "cut=h.4",
     ],
 )

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +15,24 @@ import torch.nn.functional as F
 from building import net, par
 from torch import Tensor, nn
 
+import autopar
+from autopar.build import apply, choose, plan_mesh, prepare
 from autopar.capture import Capture, capture
+from autopar.choosing.solve import solved
+from autopar.cluster import Cluster
+from autopar.equality import NORM, Run, distances, judge_low
 from autopar.errors import AutoparError
+from autopar.explain import explain
+from autopar.loading import ModelSpec
 from autopar.mixed_precision import parameters_in
+from autopar.passes.facts import fact, value
+from autopar.passes.layout import Layout
+from autopar.pins import Pins, resolve
+from autopar.plan import Plan, Precision, loads
+from autopar.predict import predict
+from autopar.runtime.parameters import local
+from autopar.runtime.pool import RankPool
+from autopar.verify import VerifyResult, verify_many
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -114,3 +134,216 @@ def test_words_that_are_no_dtype() -> None:
     for key in ("param_dtype", "reduce_dtype"):
         with pytest.raises(AutoparError, match=f"{key}: 'fp8' is not known. Legal: fp32, bf16, fp16."):
             capture(nn.Linear(2, 2), (torch.rand(2, 2),), **{key: "fp8"})  # type: ignore[arg-type]
+
+
+# -- plans ------------------------------------------------------------------------------------------------------------
+
+
+def planned(captured: Capture, ranks: int = 2, **pins: Any) -> Plan:
+    cluster, pins = Cluster.local(ranks=ranks), {"dp": ranks} | pins
+    resolved = resolve(Pins.parse(pins), ranks, captured.batch)
+    prepared = prepare(captured, resolved.microbatches)
+    return predict(choose(prepared, resolved, cluster), prepared, cluster)
+
+
+@pytest.fixture(scope="module")
+def captures() -> dict[str, Capture]:
+    """The model in fp32, and in mixed precision, reduced in fp32 and in half."""
+    torch.manual_seed(0)
+    model, args = Block(), tuple(t.repeat(3, *[1] * (t.ndim - 1)) for t in example())
+    low = capture(model, args, param_dtype="bf16", check=False)
+    return {
+        "fp32": capture(model, args, check=False),
+        "bf16": low,
+        "both": replace(low, precision=Precision("bf16", "bf16")),
+        "reduced": capture(model, args, reduce_dtype="bf16", check=False),
+    }
+
+
+def moved(plan: Plan) -> dict[str, int]:
+    """Bytes of the collectives of parameters, and of those of gradients."""
+    found: Counter[str] = Counter()
+    for c in plan.predicted.collectives:
+        found[c.phase] += c.bytes
+    return {phase: found[phase] for phase in ("parameters", "gradients")}
+
+
+@pytest.mark.parametrize(
+    "pins", [{"zero": 0}, {"zero": 1, "microbatches": 3}, {"zero": 3}, {"dp": 1, "tp": 2}], ids=str
+)
+def test_bytes_rest_in_fp32_move_in_param_dtype_and_are_reduced_in_reduce_dtype(
+    captures: dict[str, Capture], pins: dict[str, int]
+) -> None:
+    plans = {name: planned(captured, **pins) for name, captured in captures.items()}
+    parts = {name: plan.predicted.parts for name, plan in plans.items()}
+    for key in ("parameters_bytes", "gradients_bytes", "optimizer_bytes", "buffers_bytes", "inputs_bytes"):
+        assert len({p[key] for p in parts.values()}) == 1 and parts["fp32"][key] > 0, key
+    whole, low, both, reduced = (moved(plans[name]) for name in ("fp32", "bf16", "both", "reduced"))
+    assert low["parameters"] * 2 == both["parameters"] * 2 == whole["parameters"] == reduced["parameters"]
+    assert low["gradients"] == whole["gradients"] == both["gradients"] * 2 == reduced["gradients"] * 2
+    assert (whole["gradients"] > 0) == ("tp" not in pins)
+    assert parts["bf16"]["saved_bytes"] < parts["fp32"]["saved_bytes"]
+    assert parts["bf16"]["compute_s"] > 0 and parts["reduced"]["compute_s"] == parts["fp32"]["compute_s"]
+    held = {name: p["gathered_step_bytes"] for name, p in parts.items()}
+    if pins.get("zero") == 3:
+        assert held["bf16"] == held["fp32"] == 0, "cast for each unit that reads it"
+    else:
+        assert held["bf16"] == sum(n * 2 for n in elements(plans["bf16"]).values()), "as it is used, all step"
+        assert held["fp32"] <= 2 * held["bf16"], "what does not move is no copy"
+    for fqn, parameter in plans["both"].parameters.items():
+        assert (parameter.dtype, parameter.use_dtype, parameter.grad_dtype) == ("fp32", "bf16", "bf16"), fqn
+    assert plans["bf16"].precision == Precision("bf16") and plans["bf16"].one_line().count("param_dtype=bf16") == 1
+
+
+def elements(plan: Plan) -> dict[str, int]:
+    """Of each parameter as the first rank uses it."""
+    mesh = plan_mesh(plan)
+    layouts = {fqn: Layout.parse(p.use, len(p.shape)) for fqn, p in plan.parameters.items()}
+    return {
+        n: math.prod(x.local_shape(plan.parameters[n].shape, mesh, mesh.coordinates(0))) for n, x in layouts.items()
+    }
+
+
+def test_the_solver_prices_the_dtypes(captures: dict[str, Capture]) -> None:
+    """The problem and the program say the same of memory, and matmuls run at the rate of what they multiply."""
+    cluster = replace(Cluster.load("h100-dgx"), ranks_per_node=2)
+    found = {}
+    for name, captured in captures.items():
+        made = solved(captured, cluster, Pins(dp=2, zero=1, microbatches=1), nearest=False)
+        found[name] = made.plan
+        chosen = made.plan.predicted
+        assert chosen.step_time_s is not None and made.plan.proof.objective is not None
+        assert made.plan.proof.objective <= chosen.step_time_s * 1.05
+    rates = {name: plan.predicted.parts["peak_flops"] / 2 for name, plan in found.items()}
+    assert rates == {"fp32": 67e12, "bf16": 989e12, "both": 989e12, "reduced": 67e12}
+    hidden = {name: plan.predicted.parts["hidden_s"] for name, plan in found.items()}
+    assert hidden["both"] < hidden["bf16"] < hidden["fp32"] and hidden["both"] < hidden["reduced"] < hidden["fp32"]
+
+
+def test_plans_say_their_precision_and_are_checked(captures: dict[str, Capture]) -> None:
+    plan = planned(captures["both"], zero=3)
+    data = json.loads(plan.dumps())
+    assert loads(plan.dumps()) == plan and data["precision"] == {"param_dtype": "bf16", "reduce_dtype": "bf16"}
+    data["parameters"]["gain"]["use_dtype"] = "fp32"
+    with pytest.raises(AutoparError, match=r'parameters\["gain"\].use_dtype|parameters.gain.use_dtype.*Legal: bf16'):
+        loads(json.dumps(data))
+    data["precision"]["param_dtype"] = "fp8"
+    with pytest.raises(AutoparError, match=r"\$.precision.param_dtype: \"fp8\" is not legal"):
+        loads(json.dumps(data))
+    with pytest.raises(AutoparError, match=r"\$.precision: the plan has bf16, bf16, the model was .* with bf16, own"):
+        apply(plan, prepare(captures["bf16"], 1))
+    with pytest.raises(AutoparError, match="was made for another model"):
+        apply(plan, prepare(captures["fp32"], 1))
+    assert "fp32, used in bf16" in explain(plan).text() and "in backward in bf16" in explain(plan).text()
+
+
+def test_no_partial_sum_is_rounded(captures: dict[str, Capture]) -> None:
+    """Inside the graph a cast to a lower dtype takes whole values; what is partial is made whole before it."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down, self.last = nn.Linear(8, 16), nn.Linear(16, 8), par(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.down(self.up(x).relu()).to(BF16)
+            return (y @ self.last.to(BF16)).float().square().mean().to(BF16)
+
+    model = capture(Casts(), (torch.rand(12, 8),), check=False)
+    rounded = partial = 0
+    for captured in (captures["bf16"], model):
+        for pins in ({"tp": 2, "dp": 1}, {"dp": 2}, {"dp": 2, "microbatches": 2}):
+            cluster, ranks = Cluster.local(ranks=2), 2
+            resolved = resolve(Pins.parse(pins), ranks, captured.batch)
+            prepared = prepare(captured, resolved.microbatches)
+            lowerable = apply(choose(prepared, resolved, cluster), prepared)
+            for node in lowerable.body.graph.nodes:
+                found = fact(node).strategy if node.op == "call_function" else None
+                partial += found is not None and any("P" in x.kinds for x in found.results if x is not None)
+                if node.target is torch.ops.aten.to.dtype and found is not None:
+                    narrower = value(node).dtype.itemsize < value(node.args[0]).dtype.itemsize  # type: ignore[arg-type]
+                    rounded += narrower
+                    assert not (narrower and "P" in found.operands[0].kinds), f"{pins}: {node}"
+    assert rounded > 0 and partial > 0
+
+
+# -- what equal means -------------------------------------------------------------------------------------------------
+
+
+def test_the_rule_of_half_precision() -> None:
+    """1.5 times as far from float64 as one process, tensor by tensor and in norm."""
+    truth = Run(torch.tensor(1.0), {"w": torch.tensor([3.0, 4.0]), "b": torch.zeros(2)}, {}, {"w": torch.ones(4)})
+    plan = replace(truth, grads={"w": torch.tensor([3.3, 4.4]), "b": torch.tensor([3e-4, -4e-4])})
+    found = distances(plan, truth, lr=0.5, size=NORM)
+    far = {d.key: d.rel for d in found if d.rel}
+    assert far == {("grad", "w"): pytest.approx(0.1), ("grad", "b"): pytest.approx(0.1)}, "floor: 1e-3 of the largest"
+    own, none = {("grad", "w"): 0.07, ("grad", "b"): 0.06}, lambda key: 0.0
+    ok, said = judge_low(found, BF16, own, none)
+    assert not ok and said == ("bf16 grad 9.0e-02 (1.5 times one process's own distance from fp64, 6.0e-02)",)
+    assert judge_low(found, BF16, own | {("grad", "b"): 0.07}, none)[0]
+    assert judge_low(found, BF16, own, none, lambda: {("grad", "b"): 0.07})[0], "of other runs of one process"
+    assert judge_low(found, BF16, {}, lambda key: 0.07)[0], "what rounding alone makes is no error"
+    never = distances(replace(plan, grads={"w": None, "b": None}), truth, lr=0.5, size=NORM)
+    assert not judge_low(never, BF16, dict.fromkeys(own, 1.0), lambda key: 1.0)[0]
+
+
+# -- on ranks ---------------------------------------------------------------------------------------------------------
+
+
+def make() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    return Block(), tuple(t.repeat(3, *[1] * (t.ndim - 1)) for t in example()), {}
+
+
+PLANS = (
+    "dp=2 param_dtype=bf16 reduce_dtype=bf16",
+    "dp=2 zero=1 microbatches=3 param_dtype=bf16 reduce_dtype=bf16",
+    "dp=2 zero=3 microbatches=3 param_dtype=bf16",
+    "tp=2 param_dtype=bf16",
+)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[RankPool]:
+    with RankPool(2, timeout=120, preload=("autopar.verify", "torch.export", "torch._dynamo")) as made:
+        yield made
+
+
+def test_plans_in_half_precision_equal_one_process(pool: RankPool) -> None:
+    results = verify_many(ModelSpec(f"{__file__}:make"), 2, [Pins.parse(p) for p in PLANS], pool=pool)
+    for text, result in zip(PLANS, results, strict=True):
+        assert isinstance(result, VerifyResult) and result.ok, f"{text}: {result}"
+        assert [said.split()[0] for said in result.limits[-3:]] == ["bf16"] * 3, "which limit applied"
+
+
+def trains(rank: int) -> None:
+    """What users see: parameters, gradients and optimizer states in fp32, a loss as one process returns it; eval mode
+    in the same precision; a saved plan has its precision with it."""
+    torch.manual_seed(0)
+    (model, args, _), pins = make(), {"dp": 2, "zero": 3, "microbatches": 3, "param_dtype": "bf16"}
+    parallel = autopar.compile(model, Cluster.local(ranks=2), args=args, pins=pins)
+    optimizer = torch.optim.AdamW(parallel.parameters())
+    loss = parallel.step(*args)
+    with parameters_in(model, BF16), torch.no_grad():
+        expected = model(args[0], args[1].bfloat16())
+    assert loss.dtype == expected.dtype == FP32 and abs(loss - expected) < 1e-2
+    gradients = [p.grad for p in parallel.parameters() if p.grad is not None]
+    assert {p.dtype for p in parallel.parameters()} == {g.dtype for g in gradients} == {FP32}
+    assert len(gradients) == 4 and any(not torch.equal(g, g.bfloat16().float()) for g in map(local, gradients))
+    optimizer.step()
+    assert {s.dtype for state in optimizer.state.values() for s in state.values()} == {FP32}
+    model.load_state_dict(
+        {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in parallel.state_dict().items()}
+    )
+    with parameters_in(model, BF16), torch.no_grad():
+        expected = model.eval()(args[0], args[1].bfloat16())
+    torch.testing.assert_close(parallel.eval()(*args), expected, rtol=2e-3, atol=0)
+    again = autopar.compile(model.train(), Cluster.local(ranks=2), args=args, plan=loads(parallel.plan.dumps()))
+    assert again.plan.precision == Precision("bf16") and again.captured.precision == Precision("bf16")
+    frozen = [use for use in again.local.parameters if not use.trainable]
+    assert {use.fqn for use in frozen} == {"adapter.weight", "adapter.bias"} and {use.use_dtype for use in frozen} == {
+        BF16
+    }
+
+
+def test_training_in_mixed_precision(pool: RankPool) -> None:
+    pool.run(trains)

@@ -26,5 +26,10 @@ def _treatment(plan: Plan, parameter: Parameter) -> Row:
     reduce = {"never": "never", "step": "once a step", "microbatch": "each microbatch"}[parameter.reduce]
     if parameter.reduce == "microbatch" and plan.microbatches == 1:
         reduce = "in backward"
+    if parameter.grad_dtype != parameter.dtype and parameter.reduce != "never":
+        reduce = f"{reduce} in {parameter.grad_dtype}"
+    dtype = parameter.dtype
+    if parameter.use_dtype != dtype:
+        dtype = f"{dtype}, used in {parameter.use_dtype}"
     rest, use = over_ranks(plan, parameter.rest), over_ranks(plan, parameter.use)
-    return (shape, rest, use, gather, reduce if parameter.trainable else "frozen", parameter.dtype)
+    return (shape, rest, use, gather, reduce if parameter.trainable else "frozen", dtype)

@@ -28,7 +28,7 @@ WIRE = {
     "all_to_all": (1e-5, 2.7e-12),
     "copy": (0.0, 3e-13),
 }
-DTYPE = {"dtype": "bf16", "grad_dtype": "bf16"}
+DTYPE = {"dtype": "bf16", "use_dtype": "bf16", "grad_dtype": "bf16"}
 
 
 def _linear(index, fqn, factor):
@@ -142,7 +142,7 @@ def pinned():
     column = Parameter((16, 8), "S0 S0", "R S0", "use", "microbatch")
     norm = Parameter((8,), "S0 I", "R I", "use", "microbatch")
     layers = {f"h.{i}.{name}": p for i in range(12) for name, p in (("fc.weight", column), ("ln.weight", norm))}
-    frozen = Parameter((16, 8), "S0 S0", "R S0", "use", "never", dtype="bf16", trainable=False)
+    frozen = Parameter((16, 8), "S0 S0", "R S0", "use", "never", trainable=False, **DTYPE)
     ops = tuple(
         Op(2 * i + j, f"aten.{op}.default", f"h.{i}.{name}", choices)
         for i in range(12)

@@ -19,7 +19,8 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from autopar.errors import AutoparError
 from autopar.placed import Placed
-from autopar.runtime.deferred import record, remember
+from autopar.runtime.deferred import Value, record, remember
+from autopar.runtime.mesh import Ranks
 from autopar.runtime.parameters import compute, lacking
 from autopar.weights import Loaded, read_weights, some
 
@@ -115,6 +116,7 @@ class Initialised(Placed):
     def __init__(self, model: nn.Module, ranks: int) -> None:
         super().__init__(ranks)
         self._model = [model]  # in a list, so that nn.Module does not count it as its own
+        self._ranks: Ranks | None = None
         self._complete = False
 
     def init_weights(self, init: Init | None = None, seed: int = 0) -> dict[str, str]:
@@ -143,8 +145,19 @@ class Initialised(Placed):
         names, for what does not fit, and then nothing is changed.
         """
         names = self._names("load_weights")
-        loaded = read_weights(path, names, getattr(self._model[0], "base_model_prefix", ""), strict)
-        self._compute_buffers("load_weights")
+        assert self._ranks is not None
+        failed: Exception | None = None
+        try:
+            loaded = read_weights(path, names, getattr(self._model[0], "base_model_prefix", ""), strict)
+            self._compute_buffers("load_weights")
+        except Exception as error:
+            failed = error
+        every = self._ranks.gather_numbers([int(failed is not None)])
+        if failed is not None:
+            raise failed
+        other = next((rank for rank, (bad,) in enumerate(every) if bad), None)
+        if other is not None:
+            raise AutoparError(f"load_weights {path}: rank {other} failed. Look at its own error first.")
         return loaded
 
     def _compute_buffers(self, what: str) -> None:
@@ -155,7 +168,7 @@ class Initialised(Placed):
             values = self._recorded(what, reset_parameters, 0)
             compute(names, {name: values[name] for name in values if name in left})
 
-    def _recorded(self, what: str, init: Init, seed: int) -> Mapping[str, Any]:
+    def _recorded(self, what: str, init: Init, seed: int) -> Mapping[str, Value]:
         model = self._model[0]
         tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         real = next((name for name, t in tensors.items() if not t.is_meta), None)
@@ -166,6 +179,11 @@ class Initialised(Placed):
             )
         _, recorder = record(lambda: init(model), seed)
         now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        for name, was in tensors.items():
+            if name not in now or (now[name].shape, now[name].dtype) != (was.shape, was.dtype):
+                raise AutoparError(
+                    f"{what}: init changes the shape or dtype of {name}. Write values into what is there."
+                )
         return {name: recorder.value(now[name]) for name in tensors}
 
     def _refuse_without_values(self, what: str) -> None:

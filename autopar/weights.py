@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -192,9 +193,16 @@ class Distributed:
                 local(tensor.detach()).copy_(local(other))
 
     def _read(self, template: dict[str, Any]) -> None:
-        if template:
-            planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        if not template:
+            return
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        try:
             read_state(template, storage_reader=self.reader, planner=planner, no_dist=not dist.is_initialized())
+        except (CheckpointException, OSError) as error:
+            said = " ".join(str(error).split())[:200]
+            raise AutoparError(
+                f"load_weights {self.reader.path}: cannot be read ({said}). Look at the folder."
+            ) from error
 
 
 def best_renaming(keys: Mapping[str, object], own: Mapping[str, object], base: str) -> Callable[[str], str | None]:

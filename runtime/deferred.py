@@ -230,7 +230,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
+        with torch._C.DisableTorchFunction():  # here tensors say where they are
+            return self._record(func, args, dict(kwargs or {}))
+
+    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         slots = _slots(func, args, kwargs)
         written = [t for name, value in slots for t in _tensors(value) if name in _written(func)]
         outer = [t for t in _tensors((args, kwargs)) if not t.is_meta]
@@ -338,10 +341,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 f"deferred_init: {func} does not run without values (the meta device has no kernel of it). "
                 "Build the model for real."
             )
-        with torch._C.DisableTorchFunction():
-            args, kwargs = tree_map(lambda a: self.real(a) if isinstance(a, Tensor) else a, (args, kwargs))
-            out = func(*args, **kwargs)
-            return tree_map(self._on_meta, out)
+        args, kwargs = tree_map(lambda a: self.real(a) if isinstance(a, Tensor) else a, (args, kwargs))
+        return tree_map(self._on_meta, func(*args, **kwargs))
 
     def _refuse_devices(self, func: OpOverload, slots: list[tuple[str, Any]]) -> None:
         device = next((value for name, value in slots if name == "device" and value is not None), None)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -56,6 +57,9 @@ class Odd(nn.Module):
         self.old = nn.Parameter(torch.FloatTensor(3, 4).uniform_(-1, 1))
         self.rows = nn.Parameter(torch.zeros(8, 6))
         self.rows.data[3:5].fill_(2.0)
+        self.sines = nn.Parameter(torch.empty(4, 6), requires_grad=False)
+        self.sines[:, 0::2] = torch.FloatTensor(numpy.sin(numpy.ones((4, 3))))
+        self.sines[:, 1::2] = torch.from_numpy(numpy.ones((4, 3)))
         self.order = nn.Parameter(torch.randperm(12).double())
         self.asked = nn.Parameter(torch.rand(3 if torch.rand(()).item() > 0.5 else 4))
         self.rate = torch.linspace(0, 1, 6).tolist()[2]

@@ -102,7 +102,7 @@ def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     shares = ("tp",) if pins.pins.sp is True else ()
     gm, left, obliged = completed(prepared, mesh, pins.zero, ("tp",), (SEQUENCE,), shares)
     _keep_obligations(gm, mesh, obliged, left)
-    plan = plan_of(gm, prepared.captured, mesh, cluster)
+    plan = plan_of(gm, prepared.captured, mesh, cluster, recompute=pins.recompute)
     return replace(plan, predicted=_whole(plan, left), pins=pins.pins.given())
 
 

@@ -37,7 +37,6 @@ _LATER = {
     "pp": "pipeline stages come with a later release",
     "cp": "context parallelism comes with a later release",
     "ep": "expert parallelism comes with a later release",
-    "recompute": "recomputation comes with a later release",
     "schedule": "pipeline schedules come with a later release",
     "vp": "virtual pipeline stages come with a later release",
     "cut": "stage cuts come with a later release",
@@ -48,7 +47,6 @@ _NO_OP = {
     "cp": 1,
     "ep": 1,
     "vp": 1,
-    "recompute": "none",
 }
 
 
@@ -146,7 +144,6 @@ class ResolvedPins:
     pp: int = 1
     cp: int = 1
     ep: int = 1
-    recompute: str = "none"
 
     @property
     def ranks(self) -> int:
@@ -157,10 +154,16 @@ class ResolvedPins:
         found = (("dp", self.dp), (SEQUENCE, self.sp), ("tp", self.tp))
         return tuple((name, size) for name, size in found if size > 1)
 
+    @property
+    def recompute(self) -> str:
+        """What backward makes again."""
+        return self.pins.recompute or "none"
+
     def one_line(self) -> str:
         """``dp=2 tp=2 zero=3 microbatches=3``, with ``sp=2`` where the sequence has an axis."""
         sp = f" sp={self.sp}" if self.sp > 1 else ""
-        return f"dp={self.dp}{sp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}"
+        again = f" recompute={self.recompute}" if self.recompute != "none" else ""
+        return f"dp={self.dp}{sp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}{again}"
 
 
 def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:

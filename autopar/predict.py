@@ -23,6 +23,7 @@ from autopar.hardware import Chip
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.plan import ADAMW, Plan
+from autopar.predict_again import kept_and_again, repeated
 from autopar.predict_bytes import predict_bytes
 from autopar.predict_seconds import Priced, cast_seconds, model_flops, moved_in, moved_on_entry, work_of
 from autopar.price_launches import AxisSpan, Prices
@@ -38,6 +39,7 @@ IN_PEAK = (
     "gathered_step_bytes",
     "accumulator_bytes",
     "transient_bytes",
+    "again_bytes",
     "inputs_bytes",
     "buffers_bytes",
 )
@@ -48,8 +50,9 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     """The plan with seconds, bytes and collectives of a step filled in; needs no process group.
 
     ``predicted.parts`` are seconds (``*_s``), bytes of a rank (``*_bytes``), FLOPs of the whole model a step, FLOP/s of
-    all ranks, ``mfu``, the one over the other, and ``tokens`` of a step where the model reads ids. A plan without
-    gradients (eval mode) is a forward alone.
+    all ranks, ``mfu``, the one over the other, and ``tokens`` of a step where the model reads ids. Of what backward
+    makes again ``again_compute_s`` and ``again_exposed_s``, which the other seconds contain, and ``again_flops``, which
+    no other figure does. A plan without gradients (eval mode) is a forward alone.
 
     Raises AutoparError where the plan, made elsewhere or edited, does not fit the model.
     """
@@ -61,6 +64,8 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     ran = run_on_fakes(local, local.body[max(local.body)], train=train, at_use=at_use)
     parts = predict_bytes(local, prepared.captured, ran, plan.optimizer)
     parts |= _seconds(plan, model, local, mesh, cluster.chip, train)
+    if train and plan.recompute != "none":
+        parts["saved_bytes"], parts["again_bytes"] = kept_and_again(local)
     if not train:
         parts["transient_bytes"] = ran.live
     parts["optimizer_s"] = float(update(parts["gradients_bytes"], parts["optimizer_bytes"], cluster.chip.memory_rate))
@@ -73,7 +78,7 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     predicted = replace(
         plan.predicted,
         step_time_s=float(seconds),
-        peak_mem_gib=sum(parts[key] for key in IN_PEAK) / 2**30,
+        peak_mem_gib=sum(parts.get(key, 0.0) for key in IN_PEAK) / 2**30,
         parts={key: float(parts[key]) for key in sorted(parts)},
         collectives=count_collectives(local, axes, mesh, train=train),
     )
@@ -92,18 +97,26 @@ def _seconds(plan: Plan, model: Lowerable, local: Local, mesh: Mesh, chip: Chip,
     times = sum(rows.values())
     share = sum(r * n for r, n in rows.items()) / max(rows) if mesh.time is not None else 1.0
     work = work_of(model.body, plan, priced, chip, train=train)
-    compute = share * work.seconds
+    again = repeated(model.body, model.recompute if train else (), plan, mesh, priced, chip)
+    compute = share * (work.seconds + again.compute)
     moved = moved_in(model.body, plan, mesh, times, train=train) + moved_on_entry(local, mesh, times, train=train)
     compute += cast_seconds(local, times, chip, train=train)
     if model.prologue is not None:
         compute += work_of(model.prologue, plan, priced, chip, train=False).seconds
         moved += moved_in(model.prologue, plan, mesh, 1, train=False)
-    return {
+    found = {
         "compute_s": compute,
-        "exposed_s": moved.exposed + times * seconds_inside(model.body, mesh, train=train),
+        "exposed_s": moved.exposed + times * (again.exposed + seconds_inside(model.body, mesh, train=train)),
         "hidden_s": moved.hidden,
         "transient_bytes": work.transient,
     }
+    if plan.recompute != "none" and train:
+        found |= {
+            "again_compute_s": share * again.compute,
+            "again_exposed_s": times * again.exposed,
+            "again_flops": again.flops,
+        }
+    return found
 
 
 def _kernel_by_kernel(

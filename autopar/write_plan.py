@@ -52,20 +52,20 @@ def plan_of(
     cluster: Cluster,
     *,
     units: Sequence[tuple[str, int, int]] = (),
-    recompute: Sequence[str] = (),
+    recompute: str | Sequence[str] = "none",
     rename: bool = False,
 ) -> Plan:
     """The plan that a finished graph amounts to; predictions, proof and pins are the caller's to add.
 
     ``units``: (FQN, start, stop) of each unit as a range of `ops_of`, in order and without gaps (none: `ranges`);
-    ``recompute``: what each makes again in backward (empty: nothing). Units with equal ops that do the same share a
+    ``recompute``: what each, or all of them, make again in backward. Units with equal ops that do the same share a
     class. ``rename``: give the axes the names of what they do. Parameters that would nest two axes in opposite orders
     at rest are nested alike (`rests.one_nesting`).
     """
     shown = displays(gm, mesh, frozenset(i.name for i in captured.inputs if i.batch), captured.batch)
     names = axis_names(shown) if rename else tuple(a.name for a in mesh.axes)
     units = units or ranges(gm, frozenset(captured.parameters))
-    kinds, classes = _classes(gm, units, recompute or ["none"] * len(units))
+    kinds, classes = _classes(gm, units, [recompute] * len(units) if isinstance(recompute, str) else recompute)
     nodes = {str(n.target): n for n in gm.graph.nodes if n.op == "get_attr" and str(n.target) in captured.parameters}
     rests = _rests(nodes)
     return Plan(

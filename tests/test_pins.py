@@ -86,7 +86,6 @@ def test_a_key_given_twice():
         "pp=2",
         "cp=2",
         "ep=2",
-        "recompute=full",
         "schedule=1f1b",
         "vp=2",
         "cut=h.4",

@@ -6,10 +6,12 @@ it, so the whole op's price over the ranks bounds all strategies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
+from autopar.choosing.again import POLICIES
 from autopar.choosing.poser import Body
 from autopar.cluster import Cluster
 from autopar.optimizer_states import state_bytes
@@ -23,7 +25,8 @@ ALMOST = 1 - 1e-12  # sums of floats in another order
 
 @dataclass(frozen=True)
 class Floor:
-    """Of one rank, were it alone: seconds of compute a step, bytes held all the time, kept, and at work at once."""
+    """Of one rank, were it alone: seconds of compute a step, bytes held all the time, kept, and at work at once (by an
+    op, or made again by a unit)."""
 
     compute: float
     static: float
@@ -39,12 +42,14 @@ class Floor:
         return ALMOST * (self.static + (self.saved + self.transient) / microbatches) / ranks
 
 
-def floor_of(body: Body, cluster: Cluster) -> Floor:
-    """The floor of a graph: each class counted as often as it occurs."""
+def floor_of(body: Body, cluster: Cluster, policies: Sequence[str] = POLICIES) -> Floor:
+    """The floor of a graph: each class counted as often as it occurs. Where several ``policies`` of recomputation are
+    open, what a unit would keep is there at least while its own backward runs."""
     alone, chip = Mesh(()), cluster.chip
     times = [sum(u.kind == kind for u in body.units.units) for kind in range(len(body.units.first))]
-    compute = saved = transient = static = 0.0
+    compute = saved = transient = static = again = 0.0
     for wiring, count in zip(body.wirings, times, strict=True):
+        kept = 0.0
         for op in wiring.ops:
             whole = Strategy(
                 (),
@@ -57,15 +62,34 @@ def floor_of(body: Body, cluster: Cluster) -> Floor:
             forward = roofline(priced.flops_forward, priced.moved_forward, rate, moved)
             backward = roofline(priced.flops_backward, priced.moved_backward, rate, moved)
             compute += count * float((forward + backward)[0])
-            saved += count * float(priced.saved_new[0])
+            kept += float(priced.saved_new[0])
             transient = max(transient, float(priced.transient[0]))
-        saved += count * sum(t.value.nbytes for t in wiring.tensors if t.made and not t.view and (t.kept or t.own))
+        own = [t for t in wiring.tensors if t.made and not t.view and (t.kept or t.own)]
+        if policies == ("none",):
+            saved += count * (kept + sum(t.value.nbytes for t in own))
+        else:
+            again = max(again, kept + sum(t.value.nbytes for t in own if t.border is None))
+    if policies != ("none",):
+        saved = float(sum(_held(body, policies).values()))
     for parameter in _parameters(body):
         v = value(parameter).resting
         kept = state_bytes(body.prepared.captured.optimizer, v.shape, v.dtype, v.nbytes) if v.grad else 0.0
         static += v.nbytes * (2 if v.grad else 1) + kept
         compute += float(update(v.nbytes, kept, chip.memory_rate)) if v.grad else 0.0
-    return Floor(compute, static, saved, transient)
+    return Floor(compute, static, saved, max(transient, again))
+
+
+def _held(body: Body, policies: Sequence[str]) -> dict[fx.Node, int]:
+    """Bytes of the tensors between units that some unit keeps, whatever it makes again."""
+    found = {}
+    for unit in body.units.units:
+        wiring = body.wirings[unit.kind]
+        for t in wiring.tensors:
+            if t.border is None or t.parameter or t.made is not None or t.view:
+                continue
+            if all(wiring.holds(t, policy) for policy in wiring.policies(policies)):
+                found[unit.borders[t.border]] = t.value.nbytes
+    return found
 
 
 def _parameters(body: Body) -> list[fx.Node]:

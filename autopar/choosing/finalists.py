@@ -76,9 +76,10 @@ def _shared(posed: Posed) -> Iterator[tuple[Variable, Sequence[ParameterState]]]
 def _masked(posed: Posed, shared: Sequence[Kept | None], own: Sequence[Sequence[Kept]]) -> Problem:
     classes = []
     for kind, masks in zip(posed.problem.classes, own, strict=True):
-        first = len(kind.variables) - len(masks)  # parameters are the last of a class's variables
-        held = [v.only(kept) for v, kept in zip(kind.variables[first:], masks, strict=True)]
-        classes.append(replace(kind, variables=(*kind.variables[:first], *held)))
+        *others, again = kind.variables  # the last but for what the unit makes again are its parameters
+        first = len(others) - len(masks)
+        held = [v.only(kept) for v, kept in zip(others[first:], masks, strict=True)]
+        classes.append(replace(kind, variables=(*others[:first], *held, again)))
     pairs = zip(posed.problem.shared, shared, strict=True)
     return replace(
         posed.problem,

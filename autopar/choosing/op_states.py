@@ -38,12 +38,14 @@ class Column:
 @dataclass(frozen=True, eq=False)
 class OpStates:
     """``operands``: a column for each slot (None: not of the core); ``results``: for each result that is a tensor.
-    ``costs``: [states, resources], seconds of all microbatches. ``generated``: strategies before equal ones went."""
+    ``costs``: [states, resources], seconds of all microbatches, of which ``forward`` [states, 2] (compute, exposed) are
+    of forward. ``generated``: strategies before equal ones went."""
 
     strategies: tuple[Strategy, ...]
     operands: tuple[Column | None, ...]
     results: tuple[Column | None, ...]
     costs: Array
+    forward: Array
     generated: int
 
 
@@ -88,26 +90,26 @@ def op_states(
     wired, mesh = mesh, mesh.without_wires()
     priced = prices(op, strategies, mesh)
     rate, moved = chip.matmul_rate(priced.dtype), chip.memory_rate
-    costs = np.zeros((len(strategies), len(RESOURCES)))
-    costs[:, COMPUTE] = microbatches * (
-        roofline(priced.flops_forward, priced.moved_forward, rate, moved)
-        + roofline(priced.flops_backward, priced.moved_backward, rate, moved)
-    )
+    costs, forward = np.zeros((len(strategies), len(RESOURCES))), np.zeros((len(strategies), 2))
+    forward[:, 0] = microbatches * roofline(priced.flops_forward, priced.moved_forward, rate, moved)
+    backward = microbatches * roofline(priced.flops_backward, priced.moved_backward, rate, moved)
+    costs[:, COMPUTE] = forward[:, 0] + backward
     costs[:, SAVED] = priced.saved_new
     costs[:, TRANSIENT] = priced.transient
-    for row, chosen in zip(costs, strategies, strict=True):
+    for row, first, chosen in zip(costs, forward, strategies, strict=True):
         row[COMPUTE] *= 1 + PARTIAL * sum(c.kind == "linear" for c in chosen.choices)
         within = inside(op, chosen, mesh)
         if within is not None:
             row[EXPOSED] = microbatches * within.seconds(wired)
             row[SAVED] = within.kept
+            first[1] = microbatches * within.seconds(wired, train=False)
     nodes = operand_nodes(op)
     ins = [_settled([s.operands[i] for s in strategies], value(nodes[i]), mesh) for i in core]
     outs = [
         _settled([s.results[r] for s in strategies], v, mesh) if v is not None else None
         for r, v in enumerate(fact(op).values)
     ]
-    keep = _best(np.stack([c.of for c in (*ins, *outs) if c is not None], axis=1), costs)
+    keep = _best(np.stack([c.of for c in (*ins, *outs) if c is not None], axis=1), np.hstack([costs, forward]))
     columns: list[Column | None] = [None] * len(nodes)
     for i, column in zip(core, ins, strict=True):
         columns[i] = _taken(column, keep)
@@ -116,6 +118,7 @@ def op_states(
         tuple(columns),
         tuple(None if c is None else _taken(c, keep) for c in outs),
         costs[keep],
+        forward[keep],
         len(strategies),
     )
 

@@ -62,10 +62,11 @@ def _solved(captured: Capture, pins: Pins, cluster: Cluster, **options: Any) -> 
 
 
 def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
-    """On pinned axes: ZeRO stage 0 and one microbatch where open and where that fits, else the fastest that fits."""
+    """On pinned axes: ZeRO stage 0, one microbatch and nothing made again where open and where that fits, else the
+    fastest that fits."""
     resolve(pins, cluster.ranks, captured.batch)
     prepared = prepare(captured, 1)
-    plain = replace(pins, zero=pins.zero or 0, microbatches=pins.microbatches or 1)
+    plain = replace(pins, zero=pins.zero or 0, microbatches=pins.microbatches or 1, recompute=pins.recompute or "none")
     try:
         made = _attempt(captured, plain, cluster, prepared)
     except NothingFits as error:
@@ -90,15 +91,16 @@ def _pinned(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str,
 
 
 def _refusal(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared, refused: NothingFits) -> NothingFits:
-    """The error where nothing fits, with what would if neither ZeRO stage nor microbatches were pinned."""
+    """The error where nothing fits, with what would if ZeRO stage, microbatches and recomputation were not pinned."""
     if refused.plan is None:
         return refused
     nearest: list[Alternative] = []
-    if {"zero", "microbatches"} & pins.named():
+    if {"zero", "microbatches", "recompute"} & pins.named():
         resolved = resolve(pins, cluster.ranks, captured.batch)
         for zero in range(4) if resolved.dp * resolved.sp > 1 else (0,):
             with suppress(AutoparError):
-                made = _attempt(captured, replace(pins, zero=zero, microbatches=None), cluster, prepared)
+                open_pins = replace(pins, zero=zero, microbatches=None, recompute=None)
+                made = _attempt(captured, open_pins, cluster, prepared)
                 nearest.append(_alternative(made.plan, zero))
     nearest.sort(key=lambda a: a.step_time_s or 0.0)
     plan = replace(refused.plan, pins=pins.given(), alternatives=tuple(nearest))
@@ -107,9 +109,14 @@ def _refusal(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared
 
 def _alternative(plan: Plan, zero: int) -> Alternative:
     pins = {"zero": str(zero), "microbatches": str(plan.microbatches)}
-    change = " ".join(f"{key}={value}" for key, value in pins.items())
+    change = " ".join([*(f"{key}={value}" for key, value in pins.items()), *again_words(plan)])
     found = plan.predicted
     return Alternative("nearest", change, {**plan.pins, **pins}, found.step_time_s, found.peak_mem_gib, fits=True)
+
+
+def again_words(plan: Plan) -> list[str]:
+    """How a change says what a plan makes again: nothing where that is nothing."""
+    return {"none": [], "mixed": ["recompute not pinned"]}.get(plan.recompute, [f"recompute={plan.recompute}"])
 
 
 def _message(plan: Plan, nearest: list[Alternative]) -> str:

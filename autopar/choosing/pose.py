@@ -5,9 +5,11 @@
 - op: its strategies, by roofline, and the inputs that it is the first to read; a tensor that several slots read (or
   several units touch): the one layout in which it is shared; a parameter: how it rests, is gathered and reduced.
 - change of layout between two of them: exposed seconds; of parameters, and of what depends on parameters alone: hidden.
-- saved bytes: at the reader whose operand autograd keeps, in the layout that it reads; of a tensor with several such
+- saved bytes: at the reader whose operand backward keeps, in the layout that it reads; of a tensor with several such
   readers once, in the shared layout. A view's storage counts at the tensor that owns it. A weight gathered at its use
   counts as working memory of the op that reads it.
+- what a unit makes again (its policy: a variable): instead of saved bytes bytes made again, and the seconds of that
+  (`kept`). Masks, tables and ids are made once, whatever the policy.
 - a thousandth of all hidden seconds is exposed: of plans that hide all of it, the one that moves least is taken.
 - the side (`passes.units`) costs nothing here but what one op of the core alone keeps of it, so that bounds hold; it is
   decided afterwards.
@@ -22,12 +24,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
+from autopar.choosing.again import POLICIES, Style
+from autopar.choosing.kept import Keeping, at_reader
 from autopar.choosing.op_states import Column, Menu, OpStates, arriving_parts, op_states
-from autopar.choosing.wiring import Tensor, Wiring
+from autopar.choosing.tables import UNHIDDEN, Tables
+from autopar.choosing.wiring import Tensor, Wiring, groups_of, styles
 from autopar.cluster import Cluster
 from autopar.optimizer_states import state_bytes
 from autopar.passes.calls import call_key
-from autopar.passes.changes import costs
 from autopar.passes.facts import Choice, Value, value
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.parameter_states import ParameterState, Together, parameter_states
@@ -55,14 +59,12 @@ from autopar.solver.problem import (
 )
 from autopar.wires import wire_of
 
-UNHIDDEN = 1e-3  # of hidden seconds, taken as exposed so that ties are broken
-
 
 @dataclass(frozen=True, eq=False)
 class Posed:
     """A problem and what its states stand for. ``ops``: per class, of each op; ``parameters``: per class, of each of
     its own; ``hubs``: likewise of tensors; ``shared``: of each shared variable (layouts or parameter states);
-    ``roles``: of pinned axes."""
+    ``policies``: per class, of recomputation; ``roles``: of pinned axes."""
 
     problem: Problem
     mesh: Mesh
@@ -71,6 +73,7 @@ class Posed:
     hubs: tuple[tuple[tuple[Layout, ...], ...], ...]
     parameters: tuple[tuple[tuple[ParameterState, ...], ...], ...]
     shared: tuple[tuple[Layout, ...] | tuple[ParameterState, ...], ...]
+    policies: tuple[tuple[str, ...], ...]
     roles: Roles | None = None
 
 
@@ -94,13 +97,16 @@ def pose(
     cluster: Cluster,
     *,
     zero: int | None = None,
+    policies: Sequence[str] = POLICIES,
     menu: Menu | None = None,
     roles: Roles | None = None,
     optimizer: Optimizer,
 ) -> Posed:
     """The problem on ``mesh``. ``times``: the choice of each op on the time axis; ``zero``: the only stage allowed;
-    ``roles``: of pinned axes."""
-    return _Pose(mesh, cluster, zero, menu or Menu(), optimizer, roles).run(name, units, wirings, times, proposals)
+    ``policies``: of recomputation, those allowed; ``roles``: of pinned axes."""
+    return _Pose(mesh, cluster, zero, policies, menu or Menu(), optimizer, roles).run(
+        name, units, wirings, times, proposals
+    )
 
 
 @dataclass(eq=False)
@@ -108,16 +114,16 @@ class _Pose:
     mesh: Mesh
     cluster: Cluster
     zero: int | None
+    policies: Sequence[str]
     menu: Menu
     optimizer: Optimizer
     roles: Roles | None = None
 
     def __post_init__(self) -> None:
-        self.plain = self.mesh.without_wires()
-        self.microbatches = 1 if self.mesh.time is None else self.mesh.axes[self.mesh.time].size
+        self.tables = Tables(self.mesh)
+        self.plain, self.microbatches = self.tables.plain, self.tables.microbatches
         self._together: dict[object, Together] = {}
         self._op_states: dict[object, OpStates] = {}
-        self._seconds: dict[tuple[Value, tuple[Layout, ...], tuple[Layout, ...]], Array] = {}
 
     def run(
         self,
@@ -129,11 +135,14 @@ class _Pose:
     ) -> Posed:
         self._together = _together(units, wirings)
         ops = tuple(self._ops(w, times, proposals) for w in wirings)
-        shared, states = self._shared(units, wirings, ops)
+        groups, kept = groups_of(units), styles(units, wirings, self.policies)
+        shared, states = self._shared(units, wirings, ops, groups, kept)
         classes, hubs, parameters = [], [], []
         for k, wiring in enumerate(wirings):
-            borders = [states[s] for s in self._places(units, k)]
-            made, layouts, held = self._class(wiring, ops[k], borders)
+            places = self._places(units, k)
+            made, layouts, held = self._class(
+                wiring, ops[k], [states[s] for s in places], [kept[groups[s]] for s in places]
+            )
             classes.append(made)
             hubs.append(layouts)
             parameters.append(held)
@@ -148,7 +157,8 @@ class _Pose:
             float(self.cluster.limit),
             {"generated": generated, "dominated": dropped},
         )
-        return Posed(problem, self.mesh, units, ops, tuple(hubs), tuple(parameters), states, self.roles)
+        policies = tuple(w.policies(self.policies) for w in wirings)
+        return Posed(problem, self.mesh, units, ops, tuple(hubs), tuple(parameters), states, policies, self.roles)
 
     # -- ops -----------------------------------------------------------------------------------------------------
 
@@ -191,9 +201,13 @@ class _Pose:
         return [place[b] for b in units.units[units.first[kind]].borders]
 
     def _shared(
-        self, units: Units, wirings: Sequence[Wiring], ops: Sequence[tuple[OpStates, ...]]
+        self,
+        units: Units,
+        wirings: Sequence[Wiring],
+        ops: Sequence[tuple[OpStates, ...]],
+        groups: Sequence[int],
+        kept: Mapping[int, Style],
     ) -> tuple[tuple[Variable, ...], tuple[tuple[Layout, ...] | tuple[ParameterState, ...], ...]]:
-        groups = _groups(units)
         layouts: dict[int, dict[Layout, None]] = {}
         view: dict[int, Tensor] = {}
         seen: dict[tuple[int, int], int] = {}
@@ -214,7 +228,7 @@ class _Pose:
             group = groups[i]
             if group not in made or node in outputs:
                 t = outputs.get(node, view[group])
-                made[group] = self._variable(t, tuple(layouts[group]))
+                made[group] = self._variable(t, tuple(layouts[group]), kept[group])
             variable, of = made[group]
             variables.append(
                 Variable(str(node.target if t.parameter else node), variable.kind, variable.states, variable.costs)
@@ -232,8 +246,10 @@ class _Pose:
         return list(found)
 
     def _variable(
-        self, t: Tensor, layouts: tuple[Layout, ...]
+        self, t: Tensor, layouts: tuple[Layout, ...], style: Style = "never"
     ) -> tuple[Variable, tuple[Layout, ...] | tuple[ParameterState, ...]]:
+        """``style``: of a tensor between units; where several of these may keep it, its layouts come twice, the second
+        time for where it is kept."""
         name = str(t.node.target) if t.parameter else t.node.name
         if t.parameter:
             uses = tuple(dict.fromkeys(map(_made_of, layouts)))
@@ -245,7 +261,12 @@ class _Pose:
             layouts = self.roles.shared(t.node, layouts)
         rows = np.zeros((len(layouts), len(RESOURCES)))
         rows[:, EXPOSED] = self._returned(t, layouts)
-        return Variable(name, "tensor", tuple(map(str, layouts)), rows), layouts
+        words, twice = tuple(map(str, layouts)), style == "both"
+        if twice:
+            words, rows = (*words, *(f"{w}, kept" for w in words)), np.tile(rows, (2, 1))
+        if style in ("always", "both"):
+            rows[-len(layouts) :, SAVED] += self.tables.bytes(t.value, layouts)
+        return Variable(name, "tensor", words, rows), layouts * (1 + twice)
 
     def _held(self, v: Value, states: Sequence[ParameterState]) -> Array:
         """Costs of a parameter's states of their own. In mixed precision what is used is a copy also where it does not
@@ -274,12 +295,15 @@ class _Pose:
         wiring: Wiring,
         ops: tuple[OpStates, ...],
         borders: Sequence[tuple[Layout, ...] | tuple[ParameterState, ...]],
+        kept: Sequence[Style],
     ) -> tuple[Class, tuple[tuple[Layout, ...], ...], tuple[tuple[ParameterState, ...], ...]]:
         unary = [o.costs.copy() for o in ops]
+        for rows in unary:
+            rows[:, SAVED] = 0.0
         for i, slot, node in wiring.inputs:
             unary[i][:, STATIC] += self._arriving(value(node), [s.operands[slot] for s in ops[i].strategies])
         for i, slot, node in wiring.sides:
-            unary[i][:, SAVED] += self._bytes(value(node), [s.operands[slot] for s in ops[i].strategies])
+            unary[i][:, SAVED] += self.tables.bytes(value(node), [s.operands[slot] for s in ops[i].strategies])
         kinds: list[Variable] = []
         place: dict[fx.Node, int] = {}
         states: dict[fx.Node, tuple[Layout, ...] | tuple[ParameterState, ...]] = {}
@@ -287,67 +311,83 @@ class _Pose:
             variable, states[t.node] = self._variable(t, tuple(dict.fromkeys(self._touching(t, ops))))
             place[t.node] = len(ops) + len(kinds)
             kinds.append(variable)
+        policies = wiring.policies(self.policies)
+        keeping = Keeping(wiring, policies, self.tables, len(ops) + len(kinds))
+        kinds.append(Variable("recompute", "recompute", policies, np.zeros((len(policies), len(RESOURCES)))))
         for t in wiring.tensors:
             if t.border is not None:
                 place[t.node] = len(ops) + len(kinds) + t.border
                 states[t.node] = borders[t.border]
+        styled = {t.node: kept[t.border] for t in wiring.tensors if t.border is not None}
         factors: list[Factor] = []
+        owned: dict[int, list[tuple[int, Array]]] = {}
         for t in wiring.tensors:
-            if t.made is not None and t.own:
-                self._keep_own(t, ops, unary)
+            style = styled.get(t.node)
+            if t.made is not None and t.own and style not in ("always", "both"):
+                column = _column(ops[t.made[0]].results, t.made[1])
+                nbytes = self.tables.bytes(t.value, column.layouts)[column.of]
+                owned.setdefault(t.made[0], []).append((t.made[1], nbytes))
             if t.parameter:
                 factors += self._read_parameter(t, ops, place[t.node], states[t.node])  # type: ignore[arg-type]
             elif t.hub:
-                factors += self._share(t, ops, place[t.node], states[t.node])  # type: ignore[arg-type]
+                factors += self._share(t, ops, keeping, place[t.node], states[t.node], style)  # type: ignore[arg-type]
             elif t.made is not None and t.readers:
-                factors.append(self._direct(t, ops))
+                factors.append(self._direct(t, ops, keeping))
             elif t.made is not None and t.output is not None:
                 column = _column(ops[t.made[0]].results, t.made[1])
                 unary[t.made[0]][:, EXPOSED] += self._returned(t, column.layouts)[column.of]
+        for i, o in enumerate(ops):
+            made = keeping.factor(
+                (i,), (np.arange(len(o.costs)),), np.zeros_like(o.costs), keeping.op(i, o, owned.get(i, ()))
+            )
+            if len(made.over) == 1:
+                unary[i] += made.table
+            else:
+                factors.append(made)
         named = [
             Variable(op.name, "op", tuple(_text(s.choices) for s in o.strategies), rows)
             for op, o, rows in zip(wiring.ops, ops, unary, strict=True)
         ]
-        made = Class(wiring.name, (*named, *kinds), tuple(factors), tuple(b.name for b in wiring.borders))
+        found = Class(wiring.name, (*named, *kinds), tuple(factors), tuple(b.name for b in wiring.borders))
         hubs = tuple(states[t.node] for t in wiring.own(parameters=False))
         held = tuple(states[t.node] for t in wiring.own(parameters=True))
-        return made, hubs, held  # type: ignore[return-value]
+        return found, hubs, held  # type: ignore[return-value]
 
-    def _keep_own(self, t: Tensor, ops: Sequence[OpStates], unary: list[Array]) -> None:
-        """A result that its own op keeps."""
-        assert t.made is not None
-        column = _column(ops[t.made[0]].results, t.made[1])
-        unary[t.made[0]][:, SAVED] += self._bytes(t.value, column.layouts)[column.of]
-
-    def _direct(self, t: Tensor, ops: Sequence[OpStates]) -> Factor:
+    def _direct(self, t: Tensor, ops: Sequence[OpStates], keeping: Keeping) -> Factor:
         """From the op that makes a tensor straight to its one reader."""
         assert t.made is not None
         (reader,) = t.readers
         source = _column(ops[t.made[0]].results, t.made[1])
         target = _column(ops[reader.op].operands, reader.slot)
-        table = self._changes(t, source.layouts, target.layouts)
-        if reader.keeps:
-            free = t.own or t.view
-            table[..., SAVED] = self._copies(t.value, source.layouts, target.layouts, same_is_free=free)
-        return Factor((t.made[0], reader.op), (source.of, target.of), table)
+        table = self.tables.changes(t, source.layouts, target.layouts)
+        effects = keeping.direct(t, reader, source.layouts, target.layouts)
+        return keeping.factor((t.made[0], reader.op), (source.of, target.of), table, effects)
 
-    def _share(self, t: Tensor, ops: Sequence[OpStates], at: int, layouts: tuple[Layout, ...]) -> list[Factor]:
+    def _share(
+        self,
+        t: Tensor,
+        ops: Sequence[OpStates],
+        keeping: Keeping,
+        at: int,
+        states: tuple[Layout, ...],
+        style: Style | None,
+    ) -> list[Factor]:
         """From the op that makes a tensor to its shared layout, and from there to each reader."""
-        every, found = np.arange(len(layouts)), []
-        at_reader = t.kept == 1 and not t.own and not t.view  # one copy is kept: count it where it is read
+        layouts = states[: len(states) // 2] if style == "both" else states
+        every, found = np.arange(len(states)) % len(layouts), []
         if t.made is not None:
             source = _column(ops[t.made[0]].results, t.made[1])
-            table = self._changes(t, source.layouts, layouts)
-            if t.kept and not at_reader:
-                free = t.own or t.view
-                table[..., SAVED] = self._copies(t.value, source.layouts, layouts, same_is_free=free)
-            found.append(Factor((t.made[0], at), (source.of, every), table))
+            table = self.tables.changes(t, source.layouts, layouts)
+            effects = keeping.make(t, source.layouts, layouts, style)
+            found.append(keeping.factor((t.made[0], at), (source.of, every), table, effects))
         for reader in t.readers:
             target = _column(ops[reader.op].operands, reader.slot)
-            table = self._changes(t, layouts, target.layouts)
-            if reader.keeps:
-                table[..., SAVED] = self._copies(t.value, layouts, target.layouts, same_is_free=not at_reader)
-            found.append(Factor((at, reader.op), (every, target.of), table))
+            table = self.tables.changes(t, layouts, target.layouts)
+            free = style not in ("one", "never", None) or not at_reader(t)
+            effects = keeping.read(t, reader, layouts, target.layouts, free=free)
+            found.append(keeping.factor((at, reader.op), (every, target.of), table, effects))
+        if style is not None:
+            found += keeping.hold(t, at, layouts, style)
         return found
 
     def _read_parameter(
@@ -359,16 +399,16 @@ class _Pose:
         rows = np.array([index[s.use, s.gather == "use"] for s in states], np.int64)
         layouts = tuple(use for use, _ in uses)
         gathered = np.array([here for _, here in uses])
-        held = self._bytes(t.value, layouts)
+        held = self.tables.bytes(t.value, layouts)
         found = []
         for reader in t.readers:
             target = _column(ops[reader.op].operands, reader.slot)
             working = ops[reader.op].costs[:, TRANSIENT]
             pairs, cols = np.unique(np.stack([target.of, working], axis=1), axis=0, return_inverse=True)
             of = pairs[:, 0].astype(np.int64)
-            table = self._changes(t, layouts, target.layouts)
+            table = self.tables.changes(t, layouts, target.layouts)
             if reader.keeps:
-                table[..., SAVED] = self._copies(t.value, layouts, target.layouts, same_is_free=True)
+                table[..., SAVED] = self.tables.copies(t.value, layouts, target.layouts, free=True)
             if t.slots == 1:
                 table[~_as_read(layouts, target.layouts)] = np.inf
             table = table[:, of]
@@ -376,43 +416,17 @@ class _Pose:
             found.append(Factor((at, reader.op), (rows, cols.reshape(-1).astype(np.int64)), table))
         return found
 
-    # -- tables --------------------------------------------------------------------------------------------------
-
-    def _changes(self, t: Tensor, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> Array:
-        table = np.zeros((len(sources), len(targets), len(RESOURCES)))
-        key = (t.value, sources, targets)
-        if key not in self._seconds:
-            self._seconds[key] = costs(sources, targets, t.value, self.mesh) * self.microbatches
-        table[..., EXPOSED] = self._seconds[key] * (UNHIDDEN if t.weight else 1.0)
-        if t.weight:
-            table[..., HIDDEN] = self._seconds[key]
-        return table
-
     def _returned(self, t: Tensor, layouts: tuple[Layout, ...]) -> Array:
         """Seconds of the change to what the program returns."""
         if t.output is None:
             return np.zeros(len(layouts))
-        return self._changes(t, layouts, (returned_layout(t.output, t.value, self.mesh),))[:, 0, EXPOSED]
-
-    def _bytes(self, v: Value, layouts: Sequence[Layout]) -> Array:
-        return np.array([local_bytes(v, x, self.plain) for x in layouts], np.float64)
+        return self.tables.changes(t, layouts, (returned_layout(t.output, t.value, self.mesh),))[:, 0, EXPOSED]
 
     def _arriving(self, v: Value, layouts: Sequence[Layout]) -> Array:
         """Bytes of an input that arrives, for all microbatches, as its first reader wants it."""
         time = self.mesh.time
         times = [self.microbatches if time is not None and x.kinds[time] == "S" else 1 for x in layouts]
-        return self._bytes(v, layouts) * times
-
-    def _copies(self, v: Value, sources: Sequence[Layout], targets: Sequence[Layout], *, same_is_free: bool) -> Array:
-        """Bytes of each target, none where the source is the same storage and is counted elsewhere."""
-        held = np.broadcast_to(self._bytes(v, targets), (len(sources), len(targets))).copy()
-        if same_is_free:
-            a, b = ([x.kinds.replace("R", "I") for x in group] for group in (sources, targets))
-            for i, source in enumerate(sources):
-                for j, target in enumerate(targets):
-                    if a[i] == b[j] and source.dims == target.dims:
-                        held[i, j] = 0.0
-        return held
+        return self.tables.bytes(v, layouts) * times
 
 
 def _made_of(want: Layout) -> Layout:
@@ -469,25 +483,6 @@ def _results(wiring: Wiring) -> dict[tuple[int, int], fx.Node]:
 
 def _operands(wiring: Wiring) -> dict[tuple[int, int], fx.Node]:
     return {(r.op, r.slot): t.node for t in wiring.tensors for r in t.readers}
-
-
-def _groups(units: Units) -> list[int]:
-    """Shared variables that play the same part in equal units have the same states: a number a group."""
-    place = {node: i for i, node in enumerate(units.shared)}
-    parent = list(range(len(units.shared)))
-
-    def root(i: int) -> int:
-        while parent[i] != i:
-            i = parent[i]
-        return i
-
-    first: dict[tuple[int, int], int] = {}
-    for unit in units.units:
-        for b, node in enumerate(unit.borders):
-            known = first.setdefault((unit.kind, b), place[node])
-            low, high = sorted((root(known), root(place[node])))
-            parent[high] = low
-    return [root(i) for i in range(len(parent))]
 
 
 def _text(choices: Sequence[Choice]) -> str:

@@ -10,6 +10,7 @@ from torch import fx
 
 from autopar.build import Prepared
 from autopar.capture import Capture
+from autopar.choosing.again import POLICIES
 from autopar.choosing.op_states import Menu
 from autopar.choosing.pose import Posed, mesh_of, pose
 from autopar.choosing.wiring import Known, Wiring, first_reads, kept_sides, weights_of, wire
@@ -75,13 +76,14 @@ class Poser:
     """Poses the problem of a capture on any mesh, with any number of equal microbatches.
 
     ``prepared``: the capture prepared for one microbatch; ``zero``: the only stage of ZeRO that is allowed;
-    ``pinned``: the axes, and what they are for (None: neutral axes).
+    ``recompute``: the only policy that is; ``pinned``: the axes, and what they are for (None: neutral axes).
     """
 
     prepared: Prepared
     cluster: Cluster
     zero: int | None = None
     pinned: ResolvedPins | None = None
+    recompute: str | None = None
 
     def __post_init__(self) -> None:
         self.menu = Menu()
@@ -92,6 +94,11 @@ class Poser:
     @property
     def captured(self) -> Capture:
         return self.prepared.captured
+
+    @property
+    def policies(self) -> tuple[str, ...]:
+        """Of recomputation, those allowed."""
+        return POLICIES if self.recompute is None else (self.recompute,)
 
     @cached_property
     def _whole(self) -> Body:
@@ -156,6 +163,7 @@ class Poser:
             body.proposals,
             self.cluster,
             zero=self.zero,
+            policies=self.policies,
             menu=self.menu,
             optimizer=self.captured.optimizer,
             roles=self._roles_on(body, self.pinned) if self.pinned else None,

@@ -38,7 +38,7 @@ def completed(body: Body, posed: Posed, assignment: Assignment, times: TimeChoic
         wiring = body.wirings[unit.kind]
         at = len(unit.ops) + len(wiring.own(parameters=False))
         for parameter, treatments, state in zip(
-            _own_parameters(wiring, unit.ops), posed.parameters[unit.kind], states[at:], strict=True
+            _own_parameters(wiring, unit.ops), posed.parameters[unit.kind], states[at:-1], strict=True
         ):
             _treat(copy[parameter], treatments[state], posed)
     for node, held in shared.items():
@@ -84,7 +84,9 @@ def _unread(gm: fx.GraphModule, parameters: frozenset[str], posed: Posed) -> Non
 def plan_from(body: Body, posed: Posed, assignment: Assignment, times: TimeChoices, cluster: Cluster) -> Plan:
     """The plan that an assignment amounts to, without predictions and proof."""
     gm = completed(body, posed, assignment, times)
-    plan = plan_of(gm, body.prepared.captured, posed.mesh, cluster, rename=posed.roles is None)
+    policies = [posed.policies[u.kind][s[-1]] for u, s in zip(posed.problem.units, assignment.units, strict=True)]
+    rename = posed.roles is None
+    plan = plan_of(gm, body.prepared.captured, posed.mesh, cluster, recompute=policies or "none", rename=rename)
     return replace(plan, predicted=replace(plan.predicted, whole=_left_whole(posed, assignment)))
 
 

@@ -75,7 +75,7 @@ class Solver:
         resolved = resolve(asked, self.cluster.ranks if pinned else 1, self.captured.batch)  # refuses what it must
         self.pinned = resolved if pinned else None
         self.prepared = self.prepared or prepare(self.captured, 1)
-        self.poser = Poser(self.prepared, self.cluster, self.pins.zero, self.pinned)
+        self.poser = Poser(self.prepared, self.cluster, self.pins.zero, self.pinned, self.pins.recompute)
         self.seconds: dict[str, float] = {}
         self.repeatable = True
         self.searched: list[tuple[float, Found[Posed]]] = []
@@ -83,7 +83,7 @@ class Solver:
         self._posed: dict[Candidate, Posed] = {}
         self._evaluations: dict[Posed, Evaluation] = {}
         self._answers: dict[Posed, Answer] = {}
-        self._floor = floor_of(self.poser.body(1), self.cluster)
+        self._floor = floor_of(self.poser.body(1), self.cluster, self.poser.policies)
 
     @property
     def candidates(self) -> Candidates:
@@ -256,8 +256,8 @@ class Solved:
 def solve_plan(captured: Capture, cluster: Cluster, pins: Pins | None = None) -> Plan:
     """The fastest plan for a captured model in train mode, its predictions, proof and next-best plans.
 
-    ``pins``: zero and microbatches may be fixed. Raises NothingFits, with the plan of least memory, where no plan fits
-    a rank; AutoparError for pins that cannot be kept.
+    ``pins``: zero, microbatches and recompute may be fixed. Raises NothingFits, with the plan of least memory, where no
+    plan fits a rank; AutoparError for pins that cannot be kept.
     """
     return solved(captured, cluster, pins).plan
 
@@ -401,6 +401,7 @@ def _alternative(kind: Any, plan: Plan, change: str, why: str = "") -> Alternati
 def _change(plan: Plan) -> str:
     words = [f"{name}={size}" for name, size in plan.mesh.items()]
     words += [f"zero={plan.zero}", f"microbatches={plan.microbatches}"]
+    words += [f"recompute={plan.recompute}"] * (plan.recompute != "none")
     return " ".join(words)
 
 
@@ -427,12 +428,13 @@ def _nothing_fits(solver: Solver, found: Found[Posed], plan: Plan | None, neares
 def _nearest(solver: Solver) -> Sequence[Alternative]:
     """Changes that make a plan fit, each found by planning with it: pins left open, and more nodes."""
     found = []
-    for key in ("zero", "microbatches"):
+    for key in ("zero", "microbatches", "recompute"):
         if getattr(solver.pins, key) is not None:
             other = _fitting(Solver(solver.captured, solver.cluster, replace(solver.pins, **{key: None})))  # type: ignore[arg-type]
             if other is not None:
-                value = other.zero if key == "zero" else other.microbatches
-                found.append(_alternative("nearest", other, f"{key}={value}", f"{key} not pinned"))
+                value = getattr(other, key)
+                change = f"{key} not pinned" if value == "mixed" else f"{key}={value}"
+                found.append(_alternative("nearest", other, change, f"{key} not pinned"))
     for factor in MORE_NODES:
         cluster = replace(solver.cluster, nodes=solver.cluster.nodes * factor)
         other = _fitting(Solver(solver.captured, cluster, solver.pins, 0.05, solver.prepared))

@@ -6,16 +6,17 @@ It depends on the graph alone, so it is found once for all meshes and microbatch
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import fx
 
+from autopar.choosing.again import POLICIES, Again, Style, again
 from autopar.passes.completion import result_slots
 from autopar.passes.facts import Value, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.keepers import Keepers
 from autopar.passes.saves import saves
-from autopar.passes.units import Unit, is_parameter, producer_of
+from autopar.passes.units import Unit, Units, is_parameter, producer_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,9 @@ class Wiring:
     """A class: the ops and tensors of its first unit. ``core``: per op, the operand slots that the core fills.
 
     ``inputs``: (op, slot, input) where the first op of the core that reads an input is one of these;
-    ``sides``: likewise of a tensor of the side that one op of the core makes autograd keep.
-    Variables of the class are the ops, then the tensors that are hubs of its own, then its own parameters."""
+    ``sides``: likewise of a tensor of the side that one op of the core makes autograd keep; ``again``: by policy.
+    Variables of the class are the ops, then the tensors that are hubs of its own, then its own parameters, and last
+    what it makes again."""
 
     name: str
     ops: tuple[fx.Node, ...]
@@ -66,6 +68,29 @@ class Wiring:
     borders: tuple[fx.Node, ...]
     inputs: tuple[tuple[int, int, fx.Node], ...] = ()
     sides: tuple[tuple[int, int, fx.Node], ...] = ()
+    again: Mapping[str, Again] = field(default_factory=dict)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether backward reads anything that making it again could spare."""
+        kept = any(r.keeps for t in self.tensors if not t.parameter for r in t.readers)
+        return kept or any(t.own for t in self.tensors) or any(saves(op).new for op in self.ops)
+
+    def policies(self, given: Sequence[str]) -> tuple[str, ...]:
+        """Of the given policies those that are open to the unit: what keeps nothing has nothing to make again."""
+        return tuple(given) if self.keeps or "none" not in given else ("none",)
+
+    def needs(self, t: Tensor, policy: str) -> bool:
+        """Whether backward, or what runs again in it, reads a tensor that a reader of the unit reads."""
+        if policy == "none" or t.weight:
+            return any(r.keeps for r in t.readers)
+        return any((r.op, r.slot) in self.again[policy].read for r in t.readers)
+
+    def holds(self, t: Tensor, policy: str) -> bool:
+        """Whether the unit keeps a tensor that other units touch as well, in the layout in which it is shared."""
+        if t.made is None or policy == "none" or t.weight:
+            return self.needs(t, policy) or (t.made is not None and t.own)
+        return t.made in self.again[policy].stays
 
     def own(self, *, parameters: bool) -> list[Tensor]:
         """The hubs (or parameters) that no other unit touches, in the order of their variables."""
@@ -109,7 +134,9 @@ def wire(unit: Unit, known: Known) -> Wiring:
     assert all(t.made is not None or t.parameter or t.border is not None for t in tensors), place
     inputs = tuple((place[op], slot, node) for node, (op, slot) in known.inputs.items() if op in place)
     sides = tuple((place[op], slot, node) for node, (op, slot) in known.sides.items() if op in place)
-    return Wiring(_name(unit), unit.ops, tuple(core), tensors, unit.borders, inputs, sides)
+    made_by = {(r.op, r.slot): t.made for t in tensors if t.made is not None for r in t.readers}
+    policies = {p: again(unit.ops, made_by, selective=p == "selective") for p in POLICIES[1:]}
+    return Wiring(_name(unit), unit.ops, tuple(core), tensors, unit.borders, inputs, sides, policies)
 
 
 def _tensor(
@@ -131,6 +158,63 @@ def _tensor(
         weight=node in known.weights,
         slots=len(readers) + (border is not None),
     )
+
+
+def styles(units: Units, wirings: Sequence[Wiring], policies: Sequence[str]) -> dict[int, Style]:
+    """Where the bytes of each shared tensor count, by the number of its group (`groups_of`)."""
+    at: dict[tuple[int, int], tuple[Tensor, tuple[bool, ...]]] = {}
+    for kind, wiring in enumerate(wirings):
+        for t in wiring.tensors:
+            if t.border is not None and not t.parameter:
+                at[kind, t.border] = t, tuple(wiring.holds(t, p) for p in wiring.policies(policies))
+    holders: dict[fx.Node, list[tuple[bool, ...]]] = {node: [] for node in units.shared}
+    seen: dict[fx.Node, Tensor] = {}
+    for unit in units.units:
+        for b, node in enumerate(unit.borders):
+            if (unit.kind, b) in at:
+                seen[node], held = at[unit.kind, b]
+                holders[node].append(held)
+    found: dict[int, Style] = {}
+    for group, members in _members(units).items():
+        tensors = [node for node in members if node in seen]
+        kept = [[h for h in holders[node] if any(h)] for node in tensors]
+        if not any(kept):
+            found[group] = "never"
+        elif any(seen[node].view and seen[node].kept for node in tensors):
+            found[group] = "view"
+        elif all(len(h) <= 1 for h in kept):
+            found[group] = "one"
+        elif all(any(all(x) for x in h) for h in kept):
+            found[group] = "always"
+        else:
+            found[group] = "both"
+    return found
+
+
+def groups_of(units: Units) -> list[int]:
+    """Shared variables that play the same part in equal units have the same states: a number a group."""
+    place = {node: i for i, node in enumerate(units.shared)}
+    parent = list(range(len(units.shared)))
+
+    def root(i: int) -> int:
+        while parent[i] != i:
+            i = parent[i]
+        return i
+
+    first: dict[tuple[int, int], int] = {}
+    for unit in units.units:
+        for b, node in enumerate(unit.borders):
+            known = first.setdefault((unit.kind, b), place[node])
+            low, high = sorted((root(known), root(place[node])))
+            parent[high] = low
+    return [root(i) for i in range(len(parent))]
+
+
+def _members(units: Units) -> dict[int, list[fx.Node]]:
+    found: dict[int, list[fx.Node]] = {}
+    for node, group in zip(units.shared, groups_of(units), strict=True):
+        found.setdefault(group, []).append(node)
+    return found
 
 
 def _name(unit: Unit) -> str:

@@ -232,22 +232,34 @@ def _without_detach(graph: fx.Graph) -> None:
 
 
 def _without_mutations(graph: fx.Graph) -> None:
-    """What is read after an op wrote into a tensor is what that op returns."""
+    """What is read after an op wrote into a tensor is what that op returns; where somebody reads the tensor as it was,
+    the op makes a new one."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             continue
-        for argument, operand in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            assert isinstance(operand, fx.Node)
-            shared = [n for n in graph.nodes if n is not node and _storage(n) == _storage(operand) and n is not operand]
-            later = [n for n in shared if any(place[u] > place[node] for u in n.users)]
-            if operand.op == "placeholder" or later or len(schema.returns) != 1:
-                raise Untraceable(f"{node.target} writes into {'an argument' if not later else 'a view'}")
-            for user in [u for u in operand.users if place[u] > place[node]]:
-                user.replace_input_with(operand, node)
+        written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
+        operand = node.args[0]
+        assert isinstance(operand, fx.Node)
+        views = [n for n in graph.nodes if place[n] < place[node] and _storage(n) == _storage(operand)]
+        late = {u for n in views for u in n.users if place[u] > place[node]}
+        if written != [0] or len(schema.returns) != 1:
+            raise Untraceable(f"{node.target} writes into more than its first operand")
+        if any(u not in operand.users for u in late):
+            raise Untraceable(f"{node.target} writes into a tensor of which there is a view")
+        for user in late:
+            user.replace_input_with(operand, node)
+        if operand.op == "placeholder" or len(operand.users) > 1 or len(views) > 1:
+            node.target, node.meta["val"] = _out_of_place(node.target), _val(node).clone()
+
+
+def _out_of_place(target: Any) -> Any:
+    name, overload = target._schema.name.removeprefix("aten::").removesuffix("_"), target._overloadname
+    found = getattr(getattr(aten, name, None), overload, None)
+    if found is None:
+        raise Untraceable(f"{target} writes into its operand, and there is no op that does not")
+    return found
 
 
 def _refuse(graph: fx.Graph) -> None:

@@ -70,6 +70,7 @@ class _Rank:
 
     def advance(self) -> fx.Node:
         """Run up to the next change of layout, or the output: that node."""
+        node: fx.Node
         for node in self.nodes:
             if node.op == "placeholder":
                 self.record(node, next(self.inputs))

@@ -212,6 +212,24 @@ def test_memory_of_outputs_and_gradients() -> None:
     assert [s.result for s in d.saved] == [0]
 
 
+def test_backward_formulas_that_write_in_place() -> None:
+    """Of a product, a cosine (which writes into what it reads), rows picked twice."""
+
+    def forward(x: Tensor, w: Tensor, i: Tensor) -> Tensor:
+        y = torch.nn.functional.cosine_similarity(x.cumprod(0), w, 1, 1e-8)
+        return y[:, None] * aten.index.Tensor(x, [i]) + torch.nn.functional.hinge_embedding_loss(x * w, w.sign())
+
+    torch.manual_seed(0)
+    given = [torch.randn(4, 3, dtype=torch.float64), torch.randn(4, 3, dtype=torch.float64), torch.tensor([0, 0, 2, 1])]
+    for recompute in POLICIES:
+        unit = class_of(forward, "vpi", *given, recompute=recompute)
+        tangents = [torch.randn(4, 3, dtype=torch.float64)]
+        outputs, grads = by_autograd(unit, given, tangents)
+        mine, found = by_graphs(differentiate(unit), given, tangents)
+        assert torch.equal(outputs[0], mine[0])
+        assert all(torch.equal(x, y) for x, y in zip(grads, found, strict=True) if x is not None)
+
+
 # -- what is lifted, what is refused ---------------------------------------------------------------------------------
 
 

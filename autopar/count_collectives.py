@@ -11,7 +11,7 @@ counts sizes: the whole tensor (a gather's result, a scatter's input, what every
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,10 @@ from autopar.passes.lower import Local
 from autopar.plan import Collective
 from autopar.runtime.buckets import Alone, Bucket
 from autopar.runtime.run import units_of
+from autopar.runtime.units import Explicit, Unit
 from autopar.runtime.weights import ways_of
+
+aten = torch.ops.aten
 
 FORWARD, BACKWARD, PROLOGUE, GATHERED, REDUCED = "forward", "backward", "prologue", "parameters", "gradients"
 HIDDEN = (GATHERED, REDUCED)
@@ -46,10 +49,19 @@ OPS = {
     "start_all_gather": Sends(("all_gather",), {"reduce_scatter": ("reduce_scatter",)}),
     "start_reduce_scatter": Sends(("reduce_scatter",), ("all_gather",), times=True),
     "start_all_to_all": Sends(("all_to_all",), ("all_to_all",)),
+    "start_scatter": Sends(("reduce_scatter",), times=True),  # this and the next: in backward only
+    "start_swap": Sends(("all_to_all",)),
     "shard": Sends((), {"all_gather": ("all_gather",)}, times=True),
     "replicate": Sends((), ("all_reduce",)),
     "pad": Sends(),
 }
+
+
+PASSING = {
+    *(aten.narrow.default, aten.slice.Tensor, aten.select.int, aten.clone.default, aten.view.default),
+    *(aten.expand.default, aten.permute.default, aten.transpose.int, aten.unflatten.int, aten.movedim.int),
+    *(aten.add.Tensor, aten.cat.default, aten._unsafe_view.default, aten.t.default),
+}  # what lies between the collective of a weight's gradient and that
 
 
 @dataclass(frozen=True)
@@ -82,22 +94,21 @@ def count_collectives(
     found: Counter[tuple[str, str, str]] = Counter()
     size: Counter[tuple[str, str, str]] = Counter()
 
-    def add(every: Iterable[Sent], phases: tuple[str, str], repeats: tuple[int, int]) -> None:
+    def add(every: Iterable[Sent], phases: tuple[str, str], there: int, back: int) -> None:
         for sent in every:
-            key = (axis_of[sent.group], sent.kind, sent.phase(*phases))
-            found[key] += repeats[sent.backward]
-            size[key] += repeats[sent.backward] * sent.nbytes
+            key, times = (axis_of[sent.group], sent.kind, sent.phase(*phases)), back if sent.backward else there
+            found[key] += times
+            size[key] += times * sent.nbytes
 
-    rows = microbatches(local)
-    for r, graph in local.body.items():
-        names = (n.name for n in graph.graph.nodes if n.op == "placeholder")
-        weights = {name: use.trainable for name, use in zip(names, local.parameters, strict=False)}
-        add(sends(graph, weights), (FORWARD, BACKWARD), (rows[r], rows[r] * train))
+    rows, units = microbatches(local), units_of(local)
+    for r, run in units.items():
+        of = [list(sends_of_unit(unit, train=train)) for unit in run.units]
+        for call in run.program.calls:
+            add(of[call.kind], (FORWARD, BACKWARD), rows[r], rows[r])
     if local.prologue is not None:
-        add(sends(local.prologue, {}), (PROLOGUE, PROLOGUE), (1, 0))
-    count = sum(rows.values())
-    for bucket, *times in ways_of(local, units_of(local)).moves(count, train=train):
-        add(sends_of(bucket, local), HIDDEN, (times[0], times[1]))
+        add(sends(local.prologue, {}), (PROLOGUE, PROLOGUE), 1, 0)
+    for bucket, there, back in ways_of(local, units).moves(sum(rows.values()), train=train):
+        add(sends_of(bucket, local), HIDDEN, there, back)
     return tuple(_row(key, found[key], size[key], mesh) for key in sorted(found) if found[key])
 
 
@@ -131,9 +142,59 @@ def sends_of(bucket: Bucket, local: Local) -> list[Sent]:
     return [replace(sent, nbytes=nbytes) for sent, nbytes in size.items()]
 
 
+def sends_of_unit(unit: Unit, *, train: bool) -> Iterator[Sent]:
+    """What one call of a unit sends, as it is run: what backward makes again of forward, it sends again."""
+    kind = unit.kind
+    if not (train and unit.grads):
+        yield from sends(kind.graph, _weights(kind.graph, kind.kinds, ()))
+    elif isinstance(unit, Explicit):
+        yield from sends(unit.made.forward, _weights(unit.made.forward, kind.kinds, ()))
+        backward = unit.made.backward
+        assert backward is not None
+        for node, sent in _each(backward, _weights(backward, [kind.kinds[i] for i in unit.made.keeps], ())):
+            if sent.weight:
+                yield sent  # a weight's way to another layout, made again
+            else:
+                yield replace(sent, backward=True, weight=_is_of_weights(node, unit))
+    else:
+        every = list(sends(kind.graph, _weights(kind.graph, kind.kinds, kind.needs)))
+        yield from every
+        if kind.recompute != "none":
+            yield from (replace(sent, backward=not sent.weight) for sent in every if not sent.backward)
+
+
+def _weights(graph: fx.GraphModule, kinds: Sequence[str], needs: Sequence[bool]) -> dict[str, bool]:
+    """The placeholders that are parameters, and (``needs``, by argument) whether each needs a gradient."""
+    holders = zip(graph.graph.find_nodes(op="placeholder"), kinds, strict=False)
+    return {n.name: i < len(needs) and needs[i] for i, (n, kind) in enumerate(holders) if kind == "parameter"}
+
+
+def _is_of_weights(node: fx.Node, unit: Explicit) -> bool:
+    """Whether a collective of backward is that of a weight's gradient: only changes of layout come after it."""
+    (ends,) = node.graph.output_node().args
+    at_end = {n for n, i in zip(ends, unit.made.grads, strict=True) if unit.kind.kinds[i] == "parameter"}  # type: ignore[arg-type, union-attr]
+    waiting, seen = [node], set[fx.Node]()
+    while waiting:
+        n = waiting.pop()
+        if n in seen:
+            continue
+        seen.add(n)
+        if n is not node and getattr(n.target, "namespace", "") != "autopar" and n.target not in PASSING:
+            return False
+        waiting += [user for user in n.users if user.op != "output"]
+        if any(user.op == "output" for user in n.users) and n not in at_end:
+            return False
+    return True
+
+
 def sends(graph: fx.GraphModule, weights: Mapping[str, bool]) -> Iterator[Sent]:
     """Every collective of a graph. ``weights``: the placeholders that are parameters, and whether each needs a
     gradient."""
+    return (sent for _, sent in _each(graph, weights))
+
+
+def _each(graph: fx.GraphModule, weights: Mapping[str, bool]) -> Iterator[tuple[fx.Node, Sent]]:
+    """Every collective, and the op that sends it."""
     needs: set[fx.Node] = set()
     of_weights: set[fx.Node] = set()
     for node in graph.graph.nodes:
@@ -149,7 +210,7 @@ def sends(graph: fx.GraphModule, weights: Mapping[str, bool]) -> Iterator[Sent]:
         if weight:
             of_weights.add(node)
         if getattr(node.target, "namespace", "") == "autopar":
-            yield from _sends(node, node in needs, weight)
+            yield from ((node, sent) for sent in _sends(node, node in needs, weight))
 
 
 def _sends(node: fx.Node, needs: bool, weight: bool) -> Iterator[Sent]:
@@ -158,7 +219,7 @@ def _sends(node: fx.Node, needs: bool, weight: bool) -> Iterator[Sent]:
     if not isinstance(group, str):
         return
     name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
-    if name == "cross_entropy_sum_sharded":
+    if name in ("cross_entropy_sum_sharded", "vocabulary_cross_entropy"):
         for nbytes in _of_vocabulary(arguments):
             yield Sent("all_reduce", group, nbytes, inside=True)
         return

@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from autopar.build import apply, choose, prepare
 from autopar.capture import Capture, capture
 from autopar.cluster import Cluster
+from autopar.count_collectives import count_collectives
 from autopar.passes.complete_layouts import treat_by_stage
 from autopar.passes.completion import is_op
 from autopar.passes.facts import KEY, fact
 from autopar.passes.insert_changes import produced_layout
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.pins import Pins, resolve
-from autopar.runtime import collectives, units
+from autopar.runtime import collectives, ops, units
+from autopar.runtime import program as program_module
+from autopar.runtime.buckets import Bucket, Flight
+from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
 from autopar.runtime.program import Program
-from autopar.runtime.units import Autograd
+from autopar.runtime.units import Autograd, Explicit
+from autopar.runtime.weights import UNDER_WAY, Weights, ways_of
 
 Pools = Callable[[int], RankPool]
 BATCH, WORDS, WIDTH, HIDDEN = 12, 10, 6, 10
@@ -96,9 +106,14 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
+@cache
+def captured_net() -> Capture:
+    return capture(Net().train(), batch(0), check=False)
+
+
 def lowerable(case: Case) -> tuple[Lowerable, Capture]:
     """The model with its ops cut in so many units, and its parameters treated as the case says."""
-    captured = capture(Net().train(), batch(0), check=False)
+    captured = captured_net()
     resolved = resolve(Pins.parse({"microbatches": 1, "zero": 0} | dict(case.pins)), case.ranks, BATCH)
     prepared = prepare(captured, resolved.microbatches)
     plan = choose(prepared, resolved, Cluster.local(ranks=case.ranks))
@@ -119,13 +134,12 @@ def made(case: Case) -> tuple[Program, nn.Module, Local]:
     ranks = connect(model.mesh)
     local = lower(model, ranks.rank, ranks.group_names)
     tensors = place(Net(), local.parameters, ranks)
+    units._UNITS.clear()
     if case.autograd:
         for number, kind in enumerate(k for p in local.units.values() for k in p.classes):
             if kind.trains and (case.autograd == "all" or number % 2):
                 units._UNITS[kind.key, ranks.device] = Autograd(kind, "asked for")
-    program = Program(local, tensors, ranks, captured.constants)
-    units._UNITS.clear()
-    return program, tensors, local
+    return Program(local, tensors, ranks, captured.constants), tensors, local
 
 
 def results(program: Program, tensors: nn.Module, steps: int = 2) -> dict[str, Any]:
@@ -137,26 +151,101 @@ def results(program: Program, tensors: nn.Module, steps: int = 2) -> dict[str, A
 # what the ranks run
 
 
-def two_steps(rank: int, case: Case) -> tuple[dict[str, Any], list[str], int]:
-    program, tensors, _ = made(case)
+def two_steps(rank: int, case: Case) -> tuple[dict[str, Any], list[str], Counter[str], int]:
+    """What they give, what was sent in which order, what of it is predicted, and how many units autograd runs."""
+    program, tensors, local = made(case)
     with pytest.MonkeyPatch.context() as patch:
         sent = Sent(patch)
         found = results(program, tensors)
-    return found, sent.names, len(program.fallbacks)
+    counted: Counter[str] = Counter()
+    for row in count_collectives(local, {name: axis for axis, name in connect(local.mesh).group_names.items()}):
+        counted[row.kind] += 2 * row.count
+    return found, sent.kinds, counted, len(program.fallbacks)
+
+
+def weights_alive(rank: int, case: Case) -> list[tuple[int, int]]:
+    """For forward and backward of every unit: bytes of gathered weights that are alive, and of those that it reads."""
+    program, _, local = made(case)
+    refs: list[tuple[StorageWeakRef, int]] = []
+    found: list[tuple[int, int]] = []
+    sizes = [math.prod(u.use.local_shape(u.shape, local.mesh, local.coordinates)) * 8 for u in local.parameters]
+    land, arrive = Weights._land, Weights.arrive
+
+    def landed(self: Weights, flight: Flight) -> None:
+        land(self, flight)
+        for i in flight.members:
+            read = self.read[i]
+            assert read is not None
+            refs.append((StorageWeakRef(read.untyped_storage()), sizes[i]))
+
+    def arrived(self: Weights) -> None:
+        arrive(self)
+        found.append((sum(n for ref, n in refs if not ref.expired()), sum(sizes[i] for i in self._here)))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Weights, "_land", landed)
+        patch.setattr(Weights, "arrive", arrived)
+        program.step(batch(0))
+    assert all(ref.expired() for ref, _ in refs)
+    return found
+
+
+def order_of_work(rank: int, case: Case) -> list[str]:
+    """Backwards of units, and reductions as they start and as they have been waited for."""
+    done: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(program_module, "ways_of", lambda local, units: ways_of(local, units, cap=500))
+        program, _, _ = made(case)
+        for owner, name, word in ((Explicit, "backward", "backward"), (Weights, "_bring", "brought")):
+            patch.setattr(owner, name, noted(done, word, getattr(owner, name)))
+        patch.setattr(Bucket, "leave", noted(done, "reduce", Bucket.leave, before=True))
+        program.step(batch(0))
+    return done
+
+
+def noted(done: list[str], word: str, function: Callable[..., Any], before: bool = False) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        done.extend([word] * before)
+        result = function(*args)
+        done.extend([word] * (not before))
+        return result
+
+    return call
+
+
+def alive_after_steps(rank: int, case: Case) -> tuple[list[tuple[int, int]], bool]:
+    """(tensors, bytes of their storages) after some steps, and whether a parameter frozen by now has no gradient."""
+    program, tensors, _ = made(case)
+    found = []
+    for step in range(12):
+        program.step(batch(step % 2))
+        if step in (3, 11):
+            settle()
+            gc.collect()
+            tensors_ = [o for o in gc.get_objects() if isinstance(o, Tensor)]
+            found.append((len(tensors_), sum(t.untyped_storage().nbytes() for t in tensors_ if not t.is_meta)))
+    for parameter in tensors.parameters():
+        parameter.grad = None
+    frozen = tensors.get_parameter("blocks.1.up.weight").requires_grad_(False)
+    program.step(batch(0))
+    return found, frozen.grad is None and tensors.get_parameter("blocks.1.up.bias").grad is not None
 
 
 class Sent:
-    """The collectives in the order in which they are launched."""
+    """The kinds of collectives in the order in which they are launched."""
+
+    KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.names: list[str] = []
+        self.kinds: list[str] = []
         launch = collectives.launch
 
-        def noted(name: str, group: str, *args: Any) -> Tensor:
-            self.names.append(name)
+        def counted(name: str, group: str, *args: Any) -> Tensor:
+            self.kinds.append(next(kind for kind in self.KINDS if name.startswith(kind)))
             return launch(name, group, *args)
 
-        patch.setattr(collectives, "launch", noted)
+        for module in (collectives, ops):
+            patch.setattr(module, "launch", counted)
 
 
 # the same in one process
@@ -220,7 +309,32 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_two_steps_equal_one_process(case: Case, pools: Pools, expected: dict[str, Any]) -> None:
     every = pools(case.ranks).run(two_steps, case)
-    for found, names, fallbacks in every:
+    for found, sent, counted, fallbacks in every:
         same(found, expected)
-        assert names == every[0][1], "collectives come in the same order on all ranks"
+        assert sent == every[0][1], "collectives come in the same order on all ranks"
+        assert Counter(sent) == counted
         assert bool(fallbacks) == bool(case.autograd)
+
+
+@pytest.mark.parametrize("autograd", ["", "all"])
+def test_weights_are_there_while_they_are_read(autograd: str, pools: Pools) -> None:
+    for found in pools(2).run(weights_alive, Case((*TWO, ("microbatches", 2)), (3,), autograd=autograd)):
+        assert found[0] == (0, 0)
+        for alive, read in found:
+            assert alive <= read
+        assert max(read for _, read in found) > 0
+
+
+def test_reductions_run_beside_backward(pools: Pools) -> None:
+    for done in pools(2).run(order_of_work, Case((*TWO, ("microbatches", 2)), (1, 2))):
+        first, last = done.index("reduce"), len(done) - done[::-1].index("backward")
+        assert first < last
+        assert done[-1] == "brought" and done.count("reduce") == done.count("brought") > 4
+        under_way = [done[:i].count("reduce") - done[:i].count("brought") for i in range(len(done))]
+        assert max(under_way) == UNDER_WAY
+
+
+def test_nothing_piles_up(pools: Pools) -> None:
+    for found, frozen in pools(2).run(alive_after_steps, Case((*TWO, THREE), (3, 1), ("full", "none"))):
+        assert found[0] == found[1]
+        assert frozen

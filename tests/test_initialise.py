@@ -17,7 +17,7 @@ from torch.nn import init
 
 import autopar
 from autopar import AutoparError, Cluster
-from autopar.initialise import deferred_init, reset_parameters
+from autopar.initialise import Initialised, deferred_init, reset_parameters
 from autopar.models.llama import SIZES, Llama
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import ParameterUse
@@ -133,49 +133,89 @@ def deferred(rank: int, name: str) -> tuple[dict[str, Tensor], list[int]]:
     return values(names), [local(p.detach()).numel() for p in names.parameters()]
 
 
-def batch() -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(256, (4, 9), generator=torch.Generator().manual_seed(0))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+class Net(nn.Module):
+    """Rows ``[batch, 6]`` to a loss; the last layer is tied to the first, ``scale`` is in no checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 10), nn.LayerNorm(10), nn.Linear(10, 6)
+        self.out = nn.Linear(6, 10, bias=False)
+        self.out.weight = self.up.weight
+        self.register_buffer("scale", torch.rand(6), persistent=False)
+
+    def reset_parameters(self) -> None:
+        init.uniform_(self.scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.down(self.norm(self.up(x))) * self.scale).square().mean()
 
 
-def trained(rank: int, folder: str) -> tuple[Any, ...]:
-    """A step from deferred values; then, on plain meta, every way to get some and every line for those who do not."""
-    model = deferred_init(FACTORIES["llama"], seed=SEED)
-    first = autopar.compile(model, Cluster.local(2), args=batch(), pins="dp=2 zero=3")
-    loss = first.step(*batch())
+def on_meta(factory: Callable[[], nn.Module]) -> Initialised:
+    """A model without values, placed."""
     with torch.device("meta"):
-        model = Llama(SIZES["tiny"])
-    parallel = autopar.compile(model, Cluster.local(2), args=batch(), pins="tp=2")
-    said = [refusal(lambda: parallel.step(*batch())), refusal(lambda: parallel.init_weights())]
-    assert parallel.init_weights(seeded_init, seed=SEED) == {}
-    drawn = values(parallel)
-    parallel.step(*batch())
-    read = []
-    autopar.save(f"{folder}/autopar", first)
+        model = factory()
+    placed = Initialised(model, 2)
+    placed._ranks = connect(MESH)
+    placed._adopt(place(model, list(uses(model)), placed._ranks))
+    return placed
+
+
+def trained(rank: int) -> tuple[Any, ...]:
+    """A step from deferred values, and from those of `init_weights`, which has to come first."""
+    x = torch.ones(4, 6)
+    deferred = autopar.compile(deferred_init(Net, seed=SEED), Cluster.local(2), args=(x,), pins="dp=2 zero=3")
+    with torch.device("meta"):
+        model = Net()
+    parallel = autopar.compile(model, Cluster.local(2), args=(x,), pins="tp=2")
+    said = [refusal(lambda: parallel.step(x)), refusal(lambda: parallel.init_weights(init_zeros))]
+    parallel.init_weights(seeded_init, seed=SEED)
+    return deferred.step(x), values(deferred), parallel.step(x), values(parallel), said
+
+
+def loaded(rank: int, folder: str) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Every kind of checkpoint, those of DCP written first, and every line for those that do not fit."""
+    model = deferred_init(Net, seed=SEED)
+    first = place(model, list(uses(model)), connect(MESH))
     dcp.save(first.state_dict(), checkpoint_id=f"{folder}/dcp")
+    autopar.save(f"{folder}/autopar", first)
+    read, said = [], []
     for path in ("one.safetensors", "folder", "autopar", "dcp"):
-        parallel.init_weights(init_zeros)
-        assert parallel.load_weights(f"{folder}/{path}") == ([], [])
-        read.append(values(parallel))
-    for path in ("missing.safetensors", "more.safetensors", "shape.safetensors", "dtype.safetensors", "nothing"):
-        said.append(refusal(lambda path=path: parallel.load_weights(f"{folder}/{path}")))
-    parallel.load_weights(f"{folder}/dtype.safetensors", strict=False)
-    equal(values(parallel), {n: t.bfloat16().float() for n, t in read[0].items()})
-    assert parallel.load_weights(f"{folder}/missing.safetensors", strict=False).missing_keys == ["lm_head.weight"]
-    said.append(refusal(lambda: first.load_weights(f"{folder}/absent")))
-    return loss, values(first), drawn, read, said
+        placed = on_meta(Net)
+        assert placed.load_weights(f"{folder}/{path}") == ([], [])
+        assert not lacking(placed._held[0])
+        read.append(values(placed))
+    for path in (
+        "missing.safetensors",
+        "more.safetensors",
+        "shape.safetensors",
+        "dtype.safetensors",
+        "nothing",
+        "none",
+    ):
+        said.append(refusal(lambda path=path: placed.load_weights(f"{folder}/{path}")))
+    equal(values(placed), read[-1])
+    placed.load_weights(f"{folder}/dtype.safetensors", strict=False)
+    equal(cast(values(placed), torch.bfloat16), cast(read[0], torch.bfloat16))
+    assert placed.load_weights(f"{folder}/missing.safetensors", strict=False).missing_keys == ["down.bias"]
+    if rank == 1:
+        said.append(refusal(lambda: placed.load_weights(f"{folder}/nowhere")))
+    else:
+        said.append(refusal(lambda: placed.load_weights(f"{folder}/one.safetensors")))
+    return read, said
+
+
+def cast(tensors: Mapping[str, Tensor], dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """What a checkpoint holds, rounded to ``dtype``."""
+    return {name: t.to(dtype) for name, t in tensors.items() if name != "scale"}
 
 
 def hf_weights(rank: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """A base model's checkpoint, in several files, with the tied head missing; inv_freq is in none."""
-    with torch.device("meta"):
-        model = hf_llama()
-    ids = torch.randint(64, (2, 8))
-    parallel = autopar.compile(model, Cluster.local(2), kwargs={"input_ids": ids, "labels": ids}, pins="dp=2 zero=3")
-    parallel.load_weights(folder)
-    read = values(parallel)
-    parallel.init_weights(seed=SEED)
-    return read, values(parallel)
+    placed = on_meta(hf_llama)
+    placed.load_weights(folder)
+    read = values(placed)
+    placed.init_weights(seed=SEED)
+    return read, values(placed)
 
 
 def refusal(fn: Callable[[], object]) -> str:
@@ -190,8 +230,8 @@ def init_zeros(model: nn.Module) -> None:
 
 
 def seeded_init(model: nn.Module) -> None:
-    for p in model.parameters():
-        init.trunc_normal_(p, std=0.02) if p.ndim > 1 else init.uniform_(p)
+    for t in (*model.parameters(), *model.buffers()):
+        init.trunc_normal_(t, std=0.02) if t.ndim > 1 else init.uniform_(t)
 
 
 @pytest.fixture(scope="module")
@@ -210,40 +250,46 @@ def test_pieces_have_the_values_of_one_process(name: str, pool: RankPool) -> Non
     assert all(sum(held) < 0.8 * whole for _, held in every)
 
 
-def test_training_starts_from_them_or_from_a_checkpoint(pool: RankPool, tmp_path: Path) -> None:
-    model = real(FACTORIES["llama"])
-    state = model.state_dict()
+def test_training_starts_from_them(pool: RankPool) -> None:
+    model, other, x = real(Net), real(Net), torch.ones(4, 6)
+    torch.manual_seed(SEED)
+    seeded_init(other)
+    for loss, first, other_loss, drawn, said in pool.run(trained):
+        torch.testing.assert_close(loss, model(x).detach())
+        torch.testing.assert_close(other_loss, other(x).detach())
+        equal(first, values(model))
+        equal(drawn, values(other))
+        assert said[0].startswith("step: up.weight, up.bias, norm.weight and 4 more have no value yet")
+        assert said[1].startswith("scale: has no value: nothing wrote all of it")
+
+
+def test_weights_are_read_from_every_kind_of_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    model = real(Net)
+    state = {name: t for name, t in model.state_dict().items() if name != "out.weight"}
     save_file(state, tmp_path / "one.safetensors")
     (tmp_path / "folder").mkdir()
     save_file({f"module.{n}": t for n, t in state.items()}, tmp_path / "folder" / "model.safetensors")
-    save_file({n: t for n, t in state.items() if n != "lm_head.weight"}, tmp_path / "missing.safetensors")
+    save_file({n: t for n, t in state.items() if n != "down.bias"}, tmp_path / "missing.safetensors")
     save_file(state | {"more": torch.ones(1)}, tmp_path / "more.safetensors")
-    save_file(state | {"lm_head.weight": torch.ones(2, 2)}, tmp_path / "shape.safetensors")
+    save_file(state | {"down.bias": torch.ones(2, 2)}, tmp_path / "shape.safetensors")
     save_file({n: t.bfloat16() for n, t in state.items()}, tmp_path / "dtype.safetensors")
     (tmp_path / "nothing").mkdir()
     (tmp_path / "nothing" / "pytorch_model.bin").touch()
-    expected = values(model)
-    loss = model(*batch())
-    for found_loss, found, drawn, read, said in pool.run(trained, str(tmp_path)):
-        torch.testing.assert_close(found_loss, loss.detach())
-        equal(found, expected)
-        torch.manual_seed(SEED)
-        other = Llama(SIZES["tiny"])
-        torch.manual_seed(SEED)
-        seeded_init(other)
-        equal(drawn, values(other))
+    expected = cast(values(model))
+    every = pool.run(loaded, str(tmp_path))
+    for read, said in every:
         for each in read:
-            equal(each, expected)
-        for line, pattern in zip(said, LINES, strict=True):
+            equal(cast(each), expected)
+        for line, pattern in zip(said, LINES, strict=False):
             assert pattern in line and "\n" not in line
+    assert "there is no such file or folder" in every[1][1][-1]
+    assert "rank 1 failed. Look at its own error first" in every[0][1][-1]
 
 
 LINES = (
-    "step: model.embed_tokens.weight, model.layers.0.input_layernorm.weight, ",
-    "model.layers.0.input_layernorm.weight: has no value: nothing wrote all of it",
-    "it has no lm_head.weight. Name its checkpoint",
+    "it has no down.bias. Name its checkpoint",
     "the model has no more. Name its checkpoint",
-    "lm_head.weight has shape (2, 2) there, (256, 64) here",
+    "down.bias has shape (2, 2) there, (6,) here",
     "torch.bfloat16 there, torch.float32 here",
     "pytorch_model.bin cannot be read in slices",
     "there is no such file or folder",

@@ -134,11 +134,11 @@ def entry_seconds(local: Local, mesh: Mesh, times: int, *, train: bool) -> tuple
 def cast_seconds(local: Local, times: int, chip: Chip, *, train: bool) -> float:
     """Of casts from how parameters rest to the dtype that they are used in, a step."""
     seconds = 0.0
-    for use in local.parameters:
-        if use.use_dtype:
-            read, written = (local_bytes(v, use.rest, local.mesh) for v in (use.value.resting, use.value))
-            there = times * (1 + train) if use.gather == "use" else 1
-            seconds += there * float(cast(read, written, chip.memory_rate))
+    for bucket, there, _ in ways_of(local, units_of(local)).moves(times, train=train):
+        for use in (local.parameters[i] for i in bucket.members):
+            if use.use_dtype:
+                read, written = (local_bytes(v, use.rest, local.mesh) for v in (use.value.resting, use.value))
+                seconds += there * float(cast(read, written, chip.memory_rate))
     return seconds
 
 

@@ -40,7 +40,7 @@ class Together:
 @dataclass(frozen=True)
 class ParameterState:
     """Seconds, with a part of the latencies (`Together`): ``enter`` each time that it goes from rest to use, ``leave``
-    each time that its gradient goes that way back."""
+    each time that its gradient goes that way back. ``gathers``: how often it is gathered in a microbatch, if at use."""
 
     rest: Layout
     use: Layout
@@ -48,13 +48,14 @@ class ParameterState:
     reduce: str
     enter_s: float
     leave_s: float
+    gathers: int = 0
 
     def __str__(self) -> str:
         return f"{self.rest} -> {self.use}, gather {self.gather}, reduce {self.reduce}"
 
     def enters(self, microbatches: int) -> int:
         """How often a step it goes from rest to use."""
-        return GATHERS * microbatches if self.gather == "use" else 1
+        return self.gathers * microbatches if self.gather == "use" else 1
 
     def seconds(self, microbatches: int) -> float:
         """Of communication a step."""
@@ -63,7 +64,6 @@ class ParameterState:
 
 
 ALONE = Together()
-GATHERS = 2  # of a parameter gathered at each use, in a microbatch: for forward, and again for backward
 
 
 @lru_cache(maxsize=1 << 12)
@@ -74,9 +74,11 @@ def parameter_states(
     zero: int | None = None,
     over: tuple[int, ...] | None = None,
     together: Together = ALONE,
+    gathers: int = 2,
 ) -> list[ParameterState]:
     """All states of a parameter that is used in one of ``uses`` (a tuple). ``zero``: only that stage; ``over``: the
-    only axes over which it may rest in pieces; ``together``: how it shares latencies."""
+    only axes over which it may rest in pieces; ``together``: how it shares latencies; ``gathers``: how many forwards
+    and backwards of units read it."""
     found = []
     for use in uses:
         allowed = mesh.space if over is None else over
@@ -93,7 +95,8 @@ def parameter_states(
             for stage, (gather, reduce) in STAGES.items():
                 if zero is None or stage == zero:
                     way = _entering(v, rest, use, mesh, together)
-                    found.append(ParameterState(rest, use, gather, reduce if v.grad else "never", *way))
+                    often = gathers if gather == "use" else 0
+                    found.append(ParameterState(rest, use, gather, reduce if v.grad else "never", *way, often))
     return list(dict.fromkeys(found))
 
 

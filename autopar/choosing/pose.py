@@ -221,6 +221,11 @@ class _Pose:
                     group = seen[kind, t.border]
                     layouts.setdefault(group, {}).update(dict.fromkeys(self._touching(t, ops[kind])))
                     view.setdefault(group, t)
+        in_units: dict[fx.Node, list[Tensor]] = {}
+        for unit in units.units:
+            for t in wirings[unit.kind].tensors:
+                if t.border is not None:
+                    in_units.setdefault(unit.borders[t.border], []).append(t)
         outputs = {t.node: t for w in wirings for t in w.tensors if t.output is not None}
         variables, states = list[Variable](), list[tuple[Layout, ...] | tuple[ParameterState, ...]]()
         made: dict[int, tuple[Variable, tuple[Layout, ...] | tuple[ParameterState, ...]]] = {}
@@ -228,7 +233,7 @@ class _Pose:
             group = groups[i]
             if group not in made or node in outputs:
                 t = outputs.get(node, view[group])
-                made[group] = self._variable(t, tuple(layouts[group]), kept[group])
+                made[group] = self._variable(t, tuple(layouts[group]), kept[group], in_units[node])
             variable, of = made[group]
             variables.append(
                 Variable(str(node.target if t.parameter else node), variable.kind, variable.states, variable.costs)
@@ -246,16 +251,17 @@ class _Pose:
         return list(found)
 
     def _variable(
-        self, t: Tensor, layouts: tuple[Layout, ...], style: Style = "never"
+        self, t: Tensor, layouts: tuple[Layout, ...], style: Style = "never", in_units: Sequence[Tensor] = ()
     ) -> tuple[Variable, tuple[Layout, ...] | tuple[ParameterState, ...]]:
         """``style``: of a tensor between units; where several of these may keep it, its layouts come twice, the second
-        time for where it is kept."""
+        time for where it is kept. ``in_units``: as each unit that touches it sees it (none: it is one's own)."""
         name = str(t.node.target) if t.parameter else t.node.name
         if t.parameter:
             uses = tuple(dict.fromkeys(map(_made_of, layouts)))
             over = None if self.roles is None else self.roles.over
             together = self._together[_alike(t.value)]
-            states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over, together))
+            gathers = sum(1 + any(r.keeps for r in seen.readers) for seen in in_units or [t])
+            states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over, together, gathers))
             return Variable(name, "parameter", tuple(map(str, states)), self._held(t.value, states)), states
         if self.roles is not None:
             layouts = self.roles.shared(t.node, layouts)

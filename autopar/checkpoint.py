@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as write_state
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
+from autopar.initialise import Initialised
 from autopar.runtime.optimizer import kind_of
 from autopar.weights import some
 
@@ -49,6 +50,8 @@ def save(path: Path_, model: nn.Module, optimizer: Optimizers = None, *, extra: 
     rank writes its own pieces. Raises AutoparError where the folder cannot be written, and for an optimizer of another
     model.
     """
+    if isinstance(model, Initialised):
+        model.refuse_without_values("save")
     optimizers = _listed(optimizer)
     buffer = io.BytesIO()
     torch.save(extra, buffer)

@@ -235,7 +235,7 @@ class Parallel(Initialised):
                 "step: gradients are off (no_grad or inference_mode around it). Leave it, or call parallel(...)."
             )
         ready, program, tensors = self._call(args, kwargs)
-        self._refuse_without_values("step")
+        self.refuse_without_values("step")
         made = program.step(tensors, inputs_are=self._inputs, outputs=outputs)
         if self.error_if_nonfinite:
             with naming(program.ranks, program.steps):
@@ -254,7 +254,7 @@ class Parallel(Initialised):
                 "parallel.eval() or torch.no_grad() for outputs alone."
             )
         ready, program, tensors = self._call(args, kwargs)
-        self._refuse_without_values("forward")
+        self.refuse_without_values("forward")
         leaves = program.forward(tensors, inputs_are=self._inputs)
         made = ready.captured.unflatten_outputs(leaves)
         return made[1] if ready.captured.has_loss and ready.captured.outputs.loss_leaf is None else made

@@ -22,6 +22,7 @@ from autopar.placed import Placed
 from autopar.runtime.deferred import Value, record, remember
 from autopar.runtime.mesh import Ranks
 from autopar.runtime.parameters import compute, lacking
+from autopar.save_weights import SHARD
 from autopar.weights import Loaded, read_weights, some
 
 Init = Callable[[nn.Module], object]
@@ -186,8 +187,13 @@ class Initialised(Placed):
                 )
         return {name: recorder.value(now[name]) for name in tensors}
 
-    def _refuse_without_values(self, what: str) -> None:
-        """Once everything has a value, it costs nothing to ask again."""
+    def save_weights(self, folder: str | os.PathLike[str], shard_bytes: int = SHARD) -> None:
+        """As `Placed.save_weights`. Raises AutoparError, too, where a tensor has no value yet."""
+        self.refuse_without_values("save_weights")
+        super().save_weights(folder, shard_bytes)
+
+    def refuse_without_values(self, what: str) -> None:
+        """Raise AutoparError where a tensor has no value yet. Once all have, it costs nothing to ask again."""
         if self._complete or not self._held:
             return
         self._compute_buffers(what)

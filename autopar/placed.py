@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autopar.errors import AutoparError
 from autopar.runtime.optimizer import by_name, local_optimizer
 from autopar.runtime.parameters import local
-from autopar.save_weights import save_weights
+from autopar.save_weights import SHARD, save_weights
 
 
 class Placed(nn.Module):
@@ -68,7 +68,7 @@ class Placed(nn.Module):
         self._names("optimizer")
         return local_optimizer(kind, by_name(self.named_parameters(), params), **options)
 
-    def save_weights(self, folder: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
+    def save_weights(self, folder: str | os.PathLike[str], shard_bytes: int = SHARD) -> None:
         """Write the whole model as safetensors, in the layout of Hugging Face: see `autopar.save_weights`. Collective.
 
         No rank holds more than one tensor whole. ``load_weights``, ``safetensors`` and ``from_pretrained`` (beside a

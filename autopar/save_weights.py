@@ -22,10 +22,11 @@ from autopar.weights import DTYPES
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
 ALIGNED = 8  # bytes; a header ends so
+SHARD = 5 * 10**9  # bytes of one file, as Hugging Face has it
 INDEX = "model.safetensors.index.json"
 
 
-def save_weights(model: nn.Module, folder: str | os.PathLike[str], shard_bytes: int = 5 * 10**9) -> None:
+def save_weights(model: nn.Module, folder: str | os.PathLike[str], shard_bytes: int = SHARD) -> None:
     """Write parameters and persistent buffers into ``folder``, which is made: ``model.safetensors``, or with more than
     ``shard_bytes`` several and their index. Earlier ones there are replaced. Collective.
 

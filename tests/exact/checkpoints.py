@@ -36,6 +36,7 @@ import test_checkpoint
 import zero
 
 LIMIT = 1e-10  # of the largest value of a tensor
+ROUNDED = {"hf/llama": 1e-6}  # in float64 it still computes its norms and its loss in float32
 BEFORE, AFTER = 2, 3  # steps
 PLAIN, ALONE = "plain", "alone"  # one process: eager PyTorch without a process group; a plan of one rank
 PAIRS = (
@@ -49,10 +50,11 @@ PAIRS = (
     (1, PLAIN, 2, "dp=2 zero=3"),
 )
 MODELS = ("net", "reference/gpt2", "hf/llama")
+# eps: without it gradients that are zero but for rounding are divided by their own size
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
-    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}),  # it divides noise by its own size
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-6}),
     "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.01, "eps": (1e-6, 1e-3)}),
 }
 Run = dict[str, Any]
 
@@ -79,9 +81,8 @@ def run(
     torch.set_num_threads(1)
     model, args, kwargs = make(name, dropout)
     if came is not None:
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                tensor.fill_(2)  # values of its own must not matter
+        for tensor in model.state_dict().values():
+            tensor.fill_(2)  # what the model was made with must not matter
     seed = 7 if came is None else 99
     module: nn.Module = model
     step: Callable[..., Tensor] = eager(model)
@@ -204,9 +205,10 @@ def row(
         here, left = run["here"], saved["left"]
         if here.keys() != left.keys() or not all(torch.equal(here[n], left[n]) for n in left):
             return "NOT EQUAL right after the load"
+    limit = ROUNDED.get(what[0], LIMIT)
     losses = torch.cat([saved["losses"], every[-1]["losses"]])
     far = max(distance(every[-1]["left"], whole["left"]), distance({"": losses}, {"": whole["losses"]}))
-    return f"{'equal' if far <= LIMIT else 'NOT EQUAL'}, farthest {far:.1e}"
+    return f"{'equal' if far <= limit else 'NOT EQUAL'}, farthest {far:.1e}"
 
 
 if __name__ == "__main__":

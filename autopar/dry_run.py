@@ -179,7 +179,6 @@ class _Dry(Program):
         self.constants = [_like(captured.constants[n]) for n in local.constants]
         self.rests = {u.fqn: self._rest(u) for u in local.parameters}
         self.unused = [_like(p) for n, p in captured.parameters.items() if n not in self.rests]  # alive all the same
-        self.dtypes = {i.name: i.dtype for i in captured.inputs}
 
     def _rest(self, use: ParameterUse) -> Tensor:
         shape = use.rest.local_shape(use.shape, self.mesh, self.local.coordinates)
@@ -208,9 +207,8 @@ class _Dry(Program):
         pieces = []
         for m in range(len(self.rows)):
             at = self.mesh.coordinates(0, m)
-            shapes = [u.layout.local_shape(u.shape, self.mesh, at) for u in self.local.inputs]
-            dtypes = [self.dtypes[u.name] for u in self.local.inputs]
-            pieces.append([torch.empty(s, dtype=d) for s, d in zip(shapes, dtypes, strict=True)])
+            uses = self.local.inputs
+            pieces.append([torch.empty(u.layout.local_shape(u.shape, self.mesh, at), dtype=u.dtype) for u in uses])
         return Batch(pieces, self._whole(pieces))
 
 

@@ -29,8 +29,7 @@ from autopar.runtime.buckets import Flight
 from autopar.runtime.collectives import keep_until_settled, kept_apart
 from autopar.runtime.program import Batch
 from autopar.runtime.run import Units, units_of
-from autopar.runtime.units import Explicit, Gradient, Unit
-from autopar.runtime.units import _laid_out as laid_out
+from autopar.runtime.units import Explicit, Gradient, Unit, laid_out
 from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:

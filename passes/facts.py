@@ -14,6 +14,7 @@ from autopar.errors import AutoparError
 from autopar.passes.layout import Layout
 
 KEY = "autopar"
+LAYOUT = "autopar_layout"  # in the meta of a local node: as what the ranks hold the global tensor that it is a piece of
 UNIT = "autopar_unit"  # in the meta of local nodes: the unit of the global node that they were made for
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]  # `Value.rest_dtype` and `Value.reduce_dtype`
 RELAXED = "autopar_relaxed"  # in the meta of random ops that may drop otherwise on every rank

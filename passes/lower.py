@@ -50,10 +50,11 @@ class ParameterUse:
 
 @dataclass(frozen=True)
 class InputUse:
-    """One tensor input: its global shape and the piece that a rank reads for a microbatch."""
+    """One tensor input: its global shape, and the piece that a rank reads for a microbatch."""
 
     name: str
     shape: tuple[int, ...]
+    dtype: torch.dtype
     layout: Layout
 
 
@@ -159,7 +160,7 @@ def lower(
         parameters=uses,
         buffers=model.buffers,
         constants=model.constants,
-        inputs=tuple(InputUse(n, value(holders[n]).shape, produced_layout(holders[n])) for n in model.inputs),
+        inputs=tuple(_input_use(n, holders[n]) for n in model.inputs),
         outputs=tuple(
             OutputUse(
                 value(n).shape,
@@ -174,6 +175,10 @@ def lower(
         enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use or u.use_dtype},
         recompute=model.recompute,
     )
+
+
+def _input_use(name: str, node: fx.Node) -> InputUse:
+    return InputUse(name, value(node).shape, value(node).dtype, produced_layout(node))
 
 
 def _parameter_use(fqn: str, node: fx.Node) -> ParameterUse:

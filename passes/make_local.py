@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.passes.changes import Step
 from autopar.passes.emit import Emitter
-from autopar.passes.facts import RELAXED, fact, is_tensor, operand_nodes, value
+from autopar.passes.facts import LAYOUT, RELAXED, fact, is_tensor, operand_nodes, value
 from autopar.passes.graph_module import graph_module
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
 from autopar.passes.layout import PARTIAL, SHARD, Mesh
@@ -88,6 +88,8 @@ def make_local(
             emitter.env[node] = lower_node(node, emitter)
             if node.target is not change:
                 emitter.env[node]._rename(node.name)
+            if is_tensor(node):
+                emitter.env[node].meta[LAYOUT] = produced_layout(node)
     for node in reversed(list(emitter.graph.nodes)):
         if node.op == "call_function" and not node.users:
             emitter.graph.erase_node(node)

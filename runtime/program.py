@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import Ranks, naming, placements
 from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local, take
-from autopar.runtime.run import Run, units_of
+from autopar.runtime.run import Run, Units, units_of
 from autopar.runtime.units import Fallback
 from autopar.runtime.weights import Weights, ways_of
 
@@ -38,7 +39,7 @@ class Program:
 
     ``local``: what `lower` made for this rank; ``tensors``: what `place` made; ``constants``: full values by name, of
     which rank 0's count; ``seed``: of random ops, the same on all ranks, whose numbers also depend on ``steps``, the
-    calls of `step` and `forward` so far.
+    calls of `step` and `forward` so far; ``units``: how the units are run (default: as `units_of` makes them).
 
     Example:
         ``program = Program(local, place(model, local.parameters, ranks), ranks, constants)``, then in each step
@@ -46,14 +47,20 @@ class Program:
     """
 
     def __init__(
-        self, local: Local, tensors: nn.Module, ranks: Ranks, constants: Mapping[str, Tensor], seed: int = 0
+        self,
+        local: Local,
+        tensors: nn.Module,
+        ranks: Ranks,
+        constants: Mapping[str, Tensor],
+        seed: int = 0,
+        units: Mapping[int, Units] | None = None,
     ) -> None:
         self.local, self.tensors, self.mesh = local, tensors, local.mesh
         self.ranks = ranks.for_mesh(local.mesh)
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
         self.constants = [from_rank_0(constants[name], ranks) for name in local.constants]
         names = next((p.device_mesh.mesh_dim_names for p in tensors.parameters() if isinstance(p, DTensor)), None) or ()
-        self.units = units_of(local, ranks.device)
+        self.units = units_of(local, ranks.device) if units is None else units
         self.ways = ways_of(local, self.units)
         self._order = tuple(self.mesh.index(name) for name in names if self.mesh.space)
         self.data_axes = _data_axes(local.inputs, self.mesh)
@@ -120,6 +127,17 @@ class Program:
         """`parameters.clip_grad_norm_` of this program's parameters: the norm of the whole model on every rank."""
         with naming(self.ranks, self.steps):
             return clip_grad_norm_(self.tensors, self.ranks, max_norm, norm_type, error_if_nonfinite)
+
+    def save(self, folder: str | Path) -> None:
+        """Write this program, of all ranks, into ``folder`` as readable Python: units with their FQNs, layouts and what
+        is saved, and the calls of them. `autopar.load_program` runs it without the model's code or a plan. Collective.
+
+        Raises AutoparError where autograd runs a unit: it has no source of a backward.
+        """
+        from autopar.runtime.write_source import save
+
+        with naming(self.ranks, self.steps):
+            save(self, Path(folder))
 
     def _loop(
         self, batch: Batch, weights: Weights, keep: int, train: bool
@@ -222,7 +240,7 @@ class Program:
         return bool(use.layout.dims) and bool(use.layout.dims[0].axes)
 
     def _check(self, use: InputUse, tensor: Tensor, inputs_are: str) -> None:
-        shape, dtype = use.shape, self._dtype(use)
+        shape = use.shape
         if inputs_are == "local" and self._by_batch(use):
             axes = tuple(a for a in use.layout.dims[0].axes if a != self.mesh.time)
             if axes != self.data_axes:
@@ -235,18 +253,10 @@ class Program:
                 f"step: input {use.name!r} has shape {tuple(tensor.shape)}, the plan takes {tuple(shape)} "
                 f"as {inputs_are} input. Compile again for another batch size, or see inputs_are."
             )
-        if tensor.dtype != dtype:
-            raise AutoparError(f"step: input {use.name!r} is {tensor.dtype}, the plan was made for {dtype}. Cast it.")
-
-    def _dtype(self, use: InputUse) -> torch.dtype:
-        graph = next(iter(self.local.body.values())).graph
-        first = len(self.local.parameters) + len(self.local.buffers) + len(self.local.constants)
-        placeholder = next(
-            itertools.islice(graph.find_nodes(op="placeholder"), first + self.local.inputs.index(use), None)
-        )
-        dtype = placeholder.meta["val"].dtype
-        assert isinstance(dtype, torch.dtype)
-        return dtype
+        if tensor.dtype != use.dtype:
+            raise AutoparError(
+                f"step: input {use.name!r} is {tensor.dtype}, the plan was made for {use.dtype}. Cast it."
+            )
 
     def _same(self, inputs: Sequence[Tensor], inputs_are: str) -> None:
         """Ranks that must have the same inputs compare their hashes."""

@@ -28,8 +28,8 @@ class Units:
     kept: tuple[tuple[int, ...], ...]
 
     @staticmethod
-    def of(program: UnitProgram, device: torch.device) -> Units:
-        """Every class made ready for ``device``."""
+    def of(program: UnitProgram, units: Sequence[Unit]) -> Units:
+        """A program whose classes are run by ``units``."""
         last = {i: number for number, call in enumerate(program.calls) for word, i in call.args if word == "value"}
         ends = {i for word, i in (*program.outputs, *program.updates) if word == "value"}
         dies: list[list[int]] = [[] for _ in program.calls]
@@ -37,8 +37,7 @@ class Units:
             if value not in ends:
                 dies[number].append(value)
         kept = [tuple(p for p, i in enumerate(call.results) if i in last or i in ends) for call in program.calls]
-        units = tuple(unit_of(kind, device) for kind in program.classes)
-        return Units(program, units, tuple(map(tuple, dies)), tuple(kept))
+        return Units(program, tuple(units), tuple(map(tuple, dies)), tuple(kept))
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
@@ -49,7 +48,7 @@ class Units:
 
 def units_of(local: Local, device: torch.device = torch.device("cpu")) -> dict[int, Units]:  # noqa: B008
     """How a rank's microbatches are run, by their rows as `Local.units` has them."""
-    return {rows: Units.of(program, device) for rows, program in local.units.items()}
+    return {rows: Units.of(p, [unit_of(kind, device) for kind in p.classes]) for rows, p in local.units.items()}
 
 
 class Run:

@@ -107,7 +107,7 @@ class Explicit(Unit):
         return made[: self.outputs], list(made[self.outputs :])
 
     def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
-        given = [*read, *held, *(_laid_out(g, strides) for g, strides in zip(tangents, self.strides, strict=True))]
+        given = [*read, *held, *(laid_out(g, strides) for g, strides in zip(tangents, self.strides, strict=True))]
         for emptied in (read, held, tangents):
             emptied.clear()
         gradients = self._backward(given)
@@ -115,7 +115,7 @@ class Explicit(Unit):
         return [Gradient(arg, g, fresh) for arg, g, fresh in of if g is not None]
 
 
-def _laid_out(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
+def laid_out(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
     """With the strides that its graph was traced for."""
     if gradient.stride() == strides:
         return gradient

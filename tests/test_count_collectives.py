@@ -57,7 +57,7 @@ def _local(mesh, rows, reduce="step", trainable=True):
     layout = Layout.parse("S0 R" if mesh.time is None else "S0 R R", 2)
     use = ParameterUse("w", (4, 8), torch.float32, trainable, layout, layout.with_kind(0, "R"), reduce)
     enter = _graph(("w", OPS.start_all_gather, ("g", 2, 0, 0, [4], "reduce_scatter"), (2, 2, 8)))
-    inputs = (InputUse("x", (4, 8), layout),)
+    inputs = (InputUse("x", (4, 8), torch.float32, layout),)
     body = {r: _graph(*BODY, body=True) for r in rows}
     return Local(mesh, (0, 0), (use,), (), (), inputs, (), (), body, None, {"w": enter})
 

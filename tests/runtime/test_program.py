@@ -141,7 +141,7 @@ def local_of(
         buffers=("calls",),
         constants=("shift",),
         inputs=tuple(
-            InputUse(name, (BATCH, *rest), batch_layout(mesh, 1 + len(rest)))
+            InputUse(name, (BATCH, *rest), torch.float64, batch_layout(mesh, 1 + len(rest)))
             for name, rest in (("x", (IN,)), ("target", (OUT,)), ("mask", ()))
         ),
         outputs=(

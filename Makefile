@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero exact-checkpoints clean
+.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero exact-checkpoints exact-init clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero exact-checkpoints  ## every large table
+exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero exact-checkpoints exact-init  ## every large table
 
 # torchvision and timm stay out of .venv: torchvision's release needs a CUDA torch, and transformers imports it unasked.
 build/vision: $(READY)
@@ -64,6 +64,9 @@ exact-zero: build/vision  ## ZeRO x recomputation x precision x microbatches x d
 
 exact-checkpoints: build/vision  ## runs that stop under one plan and go on under another (at most 30 minutes)
 	PYTHONPATH=build/vision $(BIN)/python tests/exact/checkpoints.py
+
+exact-init: $(READY)  ## first values of a billion parameters on 4 ranks: equal, in which bytes (at most 30 minutes)
+	$(BIN)/python tests/exact/initialise.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

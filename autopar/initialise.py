@@ -21,7 +21,7 @@ from autopar.errors import AutoparError
 from autopar.placed import Placed
 from autopar.runtime.deferred import Value, record, remember
 from autopar.runtime.mesh import Ranks
-from autopar.runtime.parameters import compute, lacking
+from autopar.runtime.parameters import compute, digest, lacking
 from autopar.save_weights import SHARD
 from autopar.weights import Loaded, read_weights, some
 
@@ -127,12 +127,21 @@ class Initialised(Placed):
         For a model on the meta device, in place. ``init`` (default: `autopar.initialise.reset_parameters`) works on the
         model itself, whose tensors have no values; what it does to them is noted, as by `deferred_init`. Returns the
         tensors of more than a megabyte that a rank had to make whole for a while, with the op that needs it
-        (``orthogonal_``). Raises AutoparError for a model that has values, and for a tensor that ``init`` leaves
-        without one.
+        (``orthogonal_``). Collective. Raises AutoparError for a model that has values, for a tensor that ``init``
+        leaves without one, and where ranks differ.
         """
         names = self._names("init_weights")
-        tensors = self._recorded("init_weights", init or reset_parameters, seed)
-        return compute(names, tensors)
+        assert self._ranks is not None
+        values = self._recorded("init_weights", init or reset_parameters, seed)
+        noted = b"".join(value.recording.digest for value in values.values())
+        every = self._ranks.gather_numbers([digest(noted)])
+        other = next((rank for rank, number in enumerate(every) if number != every[0]), None)
+        if other is not None:
+            raise AutoparError(
+                f"init_weights: init does something else on rank {other} than on rank 0 (another seed, or values of "
+                "numpy). Make it the same on every rank."
+            )
+        return compute(names, values)
 
     def load_weights(self, path: str | os.PathLike[str], *, strict: bool = True) -> Loaded:
         """Read parameters and buffers from a checkpoint of the model alone, in place; every rank reads what it owns.

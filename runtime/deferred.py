@@ -6,7 +6,7 @@ tensors, and where it asks for a value (``item()``), that one is computed. `auto
 later, any piece of it. Nothing here uses processes or layouts.
 
 >>> twice, recorder = record(lambda: torch.zeros(4).uniform_().mul_(2), seed=3)
->>> twice.device.type, [str(e.op) for e in recorder.recipe.events if isinstance(e, Event)]
+>>> twice.device.type, [str(e.op) for e in recorder.recording.events if isinstance(e, Event)]
 ('meta', ['aten.zeros.default', 'aten.uniform_.default', 'aten.mul_.Tensor'])
 """
 
@@ -134,7 +134,7 @@ class Seek:
 
 
 @dataclass(eq=False)
-class Recipe:
+class Recording:
     """What `record` saw. ``events`` in order; ``nbytes`` of every storage; ``constants``: storages whose values came
     from outside, with the version at which they were read."""
 
@@ -155,7 +155,7 @@ class Recipe:
 
     @cached_property
     def digest(self) -> bytes:
-        """16 bytes that two recipes share where they give the same values."""
+        """16 bytes that two recordings share where they give the same values."""
         hashed = hashlib.blake2b(str(self.seed).encode(), digest_size=16)
         for event in self.events:
             if isinstance(event, Seek):
@@ -173,16 +173,16 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """What a tensor on meta stands for: what a recipe leaves at a place. ``version``: of the tensor then."""
+    """What a tensor on meta stands for: what a recording leaves at a place. ``version``: of the tensor then."""
 
-    recipe: Recipe
+    recording: Recording
     place: Place
     version: int
 
 
 def record(fn: Callable[[], T], seed: int) -> tuple[T, Recorder]:
-    """What ``fn`` returns, its tensors on meta, and the recorder, which has the recipe of their values: those that it
-    would give after ``torch.manual_seed(seed)``. No generator of this process moves."""
+    """What ``fn`` returns, its tensors on meta, and the recorder, which has the recording of their values: those that
+    it would give after ``torch.manual_seed(seed)``. No generator of this process moves."""
     default = torch.default_generator
     before, recorder = default.get_state(), Recorder(seed)
     try:
@@ -201,7 +201,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recipe = Recipe(seed)
+        self.recording = Recording(seed)
         self.moved: list[tuple[torch.Generator, Tensor]] = []  # generators of the code, with their states before
         self._storages: dict[int, int] = {}
         self._alive: list[torch.UntypedStorage] = []  # so that no address is given twice
@@ -219,13 +219,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def value(self, tensor: Tensor) -> Value:
         """What a tensor, on meta or from outside, has as value now."""
-        return Value(self.recipe, self.place(self._on_meta(tensor)), tensor._version)
+        return Value(self.recording, self.place(self._on_meta(tensor)), tensor._version)
 
     def real(self, tensor: Tensor) -> Tensor:
         """The value of a tensor on meta now, computed."""
         from autopar.runtime.replay import value_of
 
-        return value_of(self.recipe, self.place(tensor))
+        return value_of(self.recording, self.place(tensor))
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None
@@ -265,7 +265,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if torch.Tag.inplace_view not in func.tags:
             self._note(func, args, kwargs, out, known, generator)
         for tensor in written:  # it may have been resized
-            self.recipe.nbytes[self._number(tensor.untyped_storage())] = int(tensor.untyped_storage().nbytes())
+            self.recording.nbytes[self._number(tensor.untyped_storage())] = int(tensor.untyped_storage().nbytes())
         return out
 
     def _note(
@@ -297,7 +297,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs |= {"dtype": made[0].dtype} if made[0] is not None else {}
         args, kwargs = tree_map(self._as_noted, (args, kwargs))
         default = torch.get_default_dtype()
-        self.recipe.events.append(
+        self.recording.events.append(
             Event(func, args, kwargs, reads, writes, blind, tuple(made), stream, default),
         )
         if stream is not None:
@@ -314,7 +314,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if storage._cdata not in self._storages:
             self._storages[storage._cdata] = len(self._alive)
             self._alive.append(storage)
-            self.recipe.nbytes.append(int(storage.nbytes()))
+            self.recording.nbytes.append(int(storage.nbytes()))
         return self._storages[storage._cdata]
 
     def _on_meta(self, a: Any) -> Any:
@@ -322,7 +322,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(a, Tensor) or a.is_meta:
             return a
         known = self._twins.get(id(a))
-        if known is not None and self.recipe.constants[self.place(known[1]).storage][1] == a._version:
+        if known is not None and self.recording.constants[self.place(known[1]).storage][1] == a._version:
             return known[1]
         if a.device.type != "cpu":
             raise AutoparError(
@@ -330,7 +330,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         value = a.detach()
         twin = torch.empty(value.shape, dtype=value.dtype, device="meta")
-        self.recipe.constants[self.place(twin).storage] = (value, value._version)
+        self.recording.constants[self.place(twin).storage] = (value, value._version)
         self._twins[id(a)] = (a, twin)
         return twin
 
@@ -365,12 +365,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         number, now = self._streams[id(generator)], state.numpy().tobytes()
         if self._states.get(number) != now:
             after = self._known.get(now)
-            self.recipe.events.append(Seek(number, after, state if after is None else None))
+            self.recording.events.append(Seek(number, after, state if after is None else None))
         return number
 
     def _mark(self, generator: torch.Generator, stream: int) -> None:
         """Stand at a state that says: after the last event."""
-        after = len(self.recipe.events) - 1
+        after = len(self.recording.events) - 1
         generator.manual_seed(TOKEN + after)
         self._states[stream] = generator.get_state().numpy().tobytes()
         self._known[self._states[stream]] = after

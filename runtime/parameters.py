@@ -83,16 +83,17 @@ def compute(names: nn.Module, values: Mapping[str, Value]) -> dict[str, str]:
     """Give tensors that `place` made the values that were recorded for them, each rank its own pieces; by name.
 
     Returns what had to be made whole for a while, with the op that needs it. Not collective. Raises AutoparError for a
-    tensor that nothing wrote, and then writes none of its recipe.
+    tensor that nothing wrote, and then writes none of its recording.
     """
     targets: dict[int, list[Target]] = {}
     tensors = _named(names)
     for name, value in values.items():
         into = tensors[name]
-        targets.setdefault(id(value.recipe), []).append(Target(name, value.place, runs_of(into), local(into.detach())))
+        target = Target(name, value.place, runs_of(into), local(into).detach())
+        targets.setdefault(id(value.recording), []).append(target)
     made_whole: dict[str, str] = {}
     for own in targets.values():
-        made_whole |= replay(values[own[0].name].recipe, own)
+        made_whole |= replay(values[own[0].name].recording, own)
     return made_whole
 
 
@@ -182,19 +183,19 @@ def _named(module: nn.Module) -> dict[str, Tensor]:
 def _agree(tensors: Mapping[str, Tensor], values: Mapping[str, Value | None], ranks: Ranks) -> bool:
     """Whether rank 0 has real tensors, once all ranks have shown that theirs are the same."""
     described = [f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors.items()]
-    recipes = [
-        b"" if value is None else value.recipe.digest + repr(value.place).encode()
+    recordings = [
+        b"" if value is None else value.recording.digest + repr(value.place).encode()
         for value in {id(tensors[name]): value for name, value in values.items()}.values()
     ]
     own = [digest("\n".join(described).encode()), int(any(t.is_meta for t in tensors.values()))]
-    every = ranks.gather_numbers([*own, digest(b"\n".join(recipes))])
-    for other, (number, meta, recipe) in enumerate(every):
+    every = ranks.gather_numbers([*own, digest(b"\n".join(recordings))])
+    for other, (number, meta, recording) in enumerate(every):
         if number != every[0][0]:
             raise AutoparError(
                 f"compile: rank {other} has other parameter names, shapes or dtypes than rank 0 "
                 "(a model built from the rank or from random sizes). Build the same model on every rank."
             )
-        if every[0][1] and (not meta or recipe != every[0][2]):
+        if every[0][1] and (not meta or recording != every[0][2]):
             differs = "was made by another deferred_init" if meta else "is real"
             raise AutoparError(
                 f"compile: rank 0's model is on the meta device, and that of rank {other} {differs}. Build the same "

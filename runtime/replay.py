@@ -1,4 +1,4 @@
-"""The values of a recipe, computed in pieces: of every tensor a rank keeps what it owns, of the stream it draws all.
+"""The values of a recording, computed in pieces: a rank keeps what it owns of every tensor, and draws the whole stream.
 
 Events run in the order in which they were recorded, but what draws nothing runs as soon as its operands are there, so
 that of many tensors few are under way. A walk backwards says what each event must leave: nothing (of a draw then only
@@ -22,7 +22,7 @@ from torch._ops import OpOverload
 from torch.utils._pytree import tree_map
 
 from autopar.errors import AutoparError
-from autopar.runtime.deferred import Event, Place, Recipe, Seek, Stream
+from autopar.runtime.deferred import Event, Place, Recording, Seek, Stream
 from autopar.runtime.runs import Region, Runs, chunks, meet, narrow, put_chunk, take, whole_runs
 
 aten = torch.ops.aten
@@ -92,38 +92,38 @@ class _Do:
 
 
 @torch.no_grad()
-def replay(recipe: Recipe, targets: Sequence[Target]) -> dict[str, str]:
+def replay(recording: Recording, targets: Sequence[Target]) -> dict[str, str]:
     """Compute the targets' values into their tensors. Returns which of them were made whole for a while, with the op
     that needs it, where that is more than `SMALL` bytes.
 
     Raises AutoparError where a value depends on memory that nothing wrote.
     """
-    return _Replay(recipe, targets).run()
+    return _Replay(recording, targets).run()
 
 
-def value_of(recipe: Recipe, place: Place) -> Tensor:
+def value_of(recording: Recording, place: Place) -> Tensor:
     """The whole value of what lies at ``place``, contiguous."""
     into = torch.empty(place.size, dtype=place.dtype)
-    replay(recipe, [Target("tensor", place, whole_runs(place.size), into)])
+    replay(recording, [Target("tensor", place, whole_runs(place.size), into)])
     return into
 
 
 class _Replay:
-    def __init__(self, recipe: Recipe, targets: Sequence[Target]) -> None:
-        self.recipe = recipe
+    def __init__(self, recording: Recording, targets: Sequence[Target]) -> None:
+        self.recording = recording
         self.targets: dict[int, list[Target]] = {}
         for target in targets:
             self.targets.setdefault(target.place.storage, []).append(target)
         self.wanted = {storage: self._wanted(storage, own) for storage, own in self.targets.items()}
         self.whole: dict[str, str] = {}  # target -> the op that needs a whole tensor for it
-        order = scheduled(recipe.events)
+        order = scheduled(recording.events)
         self.steps, self.unborn = self._backwards(order)
         self._refuse_unwritten()
         self.held: dict[int, Tensor] = {}  # a piece, or the bytes of a whole storage
         self.regions: dict[int, Region] = {}  # of the pieces
         self.generators: dict[int, torch.Generator] = {}
         self.stood: dict[int, Tensor] = {}  # event that a `Seek` names -> the state after it
-        self.numbers = {id(e): i for i, e in enumerate(recipe.events)}
+        self.numbers = {id(e): i for i, e in enumerate(recording.events)}
         self.scratch: Tensor | None = None
 
     # -- what is needed ---------------------------------------------------------------------------------------------
@@ -137,11 +137,11 @@ class _Replay:
 
     def _fills(self, place: Place) -> bool:
         """Whether a place is the whole of its storage, in order."""
-        nbytes = self.recipe.nbytes[place.storage]
+        nbytes = self.recording.nbytes[place.storage]
         return place.is_contiguous and place.offset == 0 and place.numel * place.dtype.itemsize == nbytes
 
     def _is_small(self, storage: int) -> bool:
-        return self.recipe.nbytes[storage] <= SMALL
+        return self.recording.nbytes[storage] <= SMALL
 
     def _backwards(self, order: Sequence[Event | Seek]) -> tuple[list[_Do | Seek], dict[int, Need]]:
         """The events to execute, and what is needed of storages before any event."""
@@ -230,13 +230,13 @@ class _Replay:
         return reads
 
     def _refuse_unwritten(self) -> None:
-        born = {s for s in self.unborn if s not in self.recipe.constants and self.recipe.nbytes[s]}
+        born = {s for s in self.unborn if s not in self.recording.constants and self.recording.nbytes[s]}
         if not any(self._has_gaps(s) for s in born):
             return
         every = [t for own in self.targets.values() for t in own]
         for target in every if len(every) > 1 else ():
             replaced = Target(target.name, target.place, whole_runs(target.place.size), target.into)
-            _Replay(self.recipe, [replaced])
+            _Replay(self.recording, [replaced])
         raise AutoparError(
             f"{every[0].name}: has no value: nothing wrote all of it. Fill it where the model is made, or by "
             "init_weights(init=...)."
@@ -244,13 +244,13 @@ class _Replay:
 
     def _has_gaps(self, storage: int) -> bool:
         """Whether some of a storage is never written."""
-        runs = [r for e in self.recipe.events if isinstance(e, Event) for r in self._written(e, storage)]
+        runs = [r for e in self.recording.events if isinstance(e, Event) for r in self._written(e, storage)]
         end = 0
         for start, stop in sorted(runs):
             if start > end:
                 break
             end = max(end, stop)
-        return end < self.recipe.nbytes[storage]
+        return end < self.recording.nbytes[storage]
 
     def _written(self, event: Event, storage: int) -> list[tuple[int, int]]:
         return [run for place in event.outputs if place.storage == storage for run in _byte_runs(place)]
@@ -258,7 +258,7 @@ class _Replay:
     # -- doing it ---------------------------------------------------------------------------------------------------
 
     def run(self) -> dict[str, str]:
-        named = {step.after for step in self.recipe.events if isinstance(step, Seek)}
+        named = {step.after for step in self.recording.events if isinstance(step, Seek)}
         for storage in self.targets.keys() - {s for step in self.steps if isinstance(step, _Do) for s in step.ends}:
             self._finish(storage)
         for step in self.steps:
@@ -305,15 +305,15 @@ class _Replay:
         into = self.targets[storage][0].into if storage in self.targets else None
         fits = into is not None and into.device.type == "cpu" and into.is_contiguous()
         made = into if fits and into is not None else torch.empty(region.local, dtype=region.dtype)
-        if storage in self.held or storage in self.recipe.constants:
+        if storage in self.held or storage in self.recording.constants:
             made.copy_(self._part(storage, region))
         self.held[storage], self.regions[storage] = made, region
         return made
 
     def _part(self, storage: int, region: Region) -> Tensor:
         """A piece of a storage that is held whole, or not yet."""
-        if storage in self.recipe.constants and storage not in self.held:
-            return take(self.recipe.constant(storage).view(region.dtype).reshape(region.shape), region.runs)
+        if storage in self.recording.constants and storage not in self.held:
+            return take(self.recording.constant(storage).view(region.dtype).reshape(region.shape), region.runs)
         flat = self._storage(storage)[: prod(region.shape) * region.dtype.itemsize].view(region.dtype)
         return take(flat.view(region.shape), region.runs)
 
@@ -321,9 +321,9 @@ class _Replay:
         """The bytes of a whole storage, made where there are none."""
         assert storage not in self.regions, f"storage {storage} is held in pieces"
         if storage not in self.held:
-            made = torch.empty(self.recipe.nbytes[storage], dtype=torch.uint8)
-            if storage in self.recipe.constants:
-                value = self.recipe.constant(storage).contiguous()
+            made = torch.empty(self.recording.nbytes[storage], dtype=torch.uint8)
+            if storage in self.recording.constants:
+                value = self.recording.constant(storage).contiguous()
                 made.copy_(value.reshape(-1).view(torch.uint8))
             self.held[storage] = made
         return self.held[storage]

@@ -168,6 +168,7 @@ def trained(rank: int) -> tuple[Any, ...]:
         model = Net()
     parallel = autopar.compile(model, Cluster.local(2), args=(x,), pins="tp=2")
     said = [refusal(lambda: parallel.step(x)), refusal(lambda: parallel.init_weights(init_zeros))]
+    said.append(refusal(lambda: parallel.init_weights(seeded_init, seed=rank)))
     parallel.init_weights(seeded_init, seed=SEED)
     return deferred.step(x), values(deferred), parallel.step(x), values(parallel), said
 
@@ -261,6 +262,7 @@ def test_training_starts_from_them(pool: RankPool) -> None:
         equal(drawn, values(other))
         assert said[0].startswith("step: up.weight, up.bias, norm.weight and 4 more have no value yet")
         assert said[1].startswith("scale: has no value: nothing wrote all of it")
+        assert said[2].startswith("init_weights: init does something else on rank 1 than on rank 0")
 
 
 def test_weights_are_read_from_every_kind_of_checkpoint(pool: RankPool, tmp_path: Path) -> None:

@@ -250,7 +250,7 @@ def _without_mutations(graph: fx.Graph) -> None:
             raise Untraceable(f"{node.target} writes into a tensor of which there is a view")
         for user in late:
             user.replace_input_with(operand, node)
-        if operand.op == "placeholder" or len(operand.users) > 1 or len(views) > 1:
+        if operand.op == "placeholder" or operand.target in RELABEL or len(operand.users) > 1 or len(views) > 1:
             node.target, node.meta["val"] = _out_of_place(node.target), _val(node).clone()
 
 

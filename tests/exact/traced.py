@@ -1,4 +1,5 @@
-"""Which units of public models (`zoo.py`) have graphs of their backward (`differentiate`), and whether these are right.
+"""Which units of public models (`zoo.py`) and of ``small:NAME`` of ``small_models.py`` have graphs of their backward
+(`differentiate`), and whether these are right.
 
 Every model is planned with dp=2 tp=2, and every class of its units differentiated under every policy; ``--equal`` also
 runs a step of all ranks by these graphs, in this one process and in float64, and compares it with one process. Prints a
@@ -31,6 +32,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE.parent))
 import zoo  # noqa: E402
 from explicit_step import ExplicitStep  # noqa: E402
+from small_models import MODELS as SMALL  # noqa: E402
 from stacked_judge import StackedJudge  # noqa: E402
 
 POLICIES = ("none", "selective", "full")
@@ -52,7 +54,8 @@ def lowered(judge: StackedJudge, pins: dict[str, str]) -> Lowerable:
 
 def judged(name: str, equal: bool) -> tuple[str, Counter[str]]:
     """A row for one model, and why units of it cannot be traced."""
-    judge = StackedJudge(*zoo.make(name, "on"))
+    small = name.removeprefix("small:")
+    judge = StackedJudge(*(SMALL[small]() if small != name else zoo.make(name, "on")))
     lowerable = lowered(judge, PINS)
     groups = {a.name: a.name for a in lowerable.mesh.axes}
     local = lower(lowerable, 0, groups)
@@ -88,7 +91,7 @@ def judged(name: str, equal: bool) -> tuple[str, Counter[str]]:
 def main() -> int:
     """Run the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", default=",".join(zoo.MODELS))
+    parser.add_argument("--models", default=",".join([*zoo.MODELS, *(f"small:{n}" for n in SMALL)]))
     parser.add_argument("--equal", action="store_true")
     given = parser.parse_args()
     warnings.filterwarnings("ignore")

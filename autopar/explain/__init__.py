@@ -21,6 +21,7 @@ from autopar.explain.memory import memory
 from autopar.explain.page import Page, Section, render
 from autopar.explain.parameters import parameters
 from autopar.explain.proof import proof
+from autopar.explain.recompute import recompute
 from autopar.explain.step_time import step_time
 from autopar.explain.verdict import verdict
 from autopar.explain.whole import whole
@@ -32,6 +33,7 @@ SECTIONS = (
     nearest,
     parameters,
     layouts,
+    recompute,
     step_time,
     memory,
     collectives,

@@ -9,8 +9,10 @@ from autopar.solver.cost import PASSES, STATE_PASSES
 
 KINDS = {
     "compute_s": ("compute", "forward and backward; each op as long as its FLOPs or its bytes take"),
+    "again_compute_s": ("  made again", "of compute: forward once more of what backward lacks"),
     "optimizer_s": ("optimizer", ""),  # see `_passes`
     "exposed_s": ("exposed communication", "of activations: compute waits for it"),
+    "again_exposed_s": ("  made again", "of exposed communication: collectives run once more"),
     "hidden_s": ("hidden communication", "of parameters and gradients: runs beside compute and optimizer"),
 }
 
@@ -23,7 +25,7 @@ def step_time(plan: Plan) -> Section:
     rows = [
         (name, seconds_text(parts[key]), percent(parts[key], step), remark or _passes(plan.optimizer))
         for key, (name, remark) in KINDS.items()
-        if key in parts
+        if key in parts and (parts[key] or not key.startswith("again"))
     ]
     if waits := _waits(plan):
         rows.append(("not hidden", seconds_text(waits), percent(waits, step), "hidden communication beyond compute"))

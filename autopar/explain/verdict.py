@@ -79,4 +79,6 @@ def _mfu(plan: Plan, step: float) -> str:
     if not flops or not peak:
         return ""
     machine = f"{step:.4g} s x {several(plan.ranks, 'rank')} x {peak / plan.ranks:.4g} FLOP/s"
-    return f"{percent(flops, step * peak)} = {flops:.4g} model FLOPs / ({machine})"
+    text = f"{percent(flops, step * peak)} = {flops:.4g} model FLOPs / ({machine})"
+    again = plan.predicted.parts.get("again_flops", 0.0)
+    return f"{text}; {percent(flops + again, step * peak)} of the hardware with what is made again" if again else text

@@ -100,6 +100,24 @@ def test_mfu_can_be_checked_from_its_line(llama):
     assert 100 * eval(numbers.replace("x", "*")) == pytest.approx(float(percent.rstrip(" %")), abs=0.05)
 
 
+def test_what_is_made_again_has_a_section_seconds_and_no_part_in_the_mfu(llama):
+    classes = (*llama.classes, replace(llama.classes[0], recompute="full"))
+    units = tuple(replace(u, kind=len(llama.classes)) if u.fqn.endswith(".0") else u for u in llama.units)
+    parts = llama.predicted.parts
+    again = {"again_compute_s": 0.25, "again_exposed_s": 0.125, "again_flops": 0.5 * parts["model_flops"]}
+    plan = replace(llama, classes=classes, units=units, predicted=replace(llama.predicted, parts={**parts, **again}))
+    assert explain(llama).to_json()["sections"] == explain(replace(llama, classes=classes)).to_json()["sections"]
+    page = explain(plan).text(160)
+    assert "recompute=mixed" in page and "Made again in backward" in page
+    assert "model.layers.0 " in page and "what the unit reads of others" in page and "all that backward reads" in page
+    assert "250 ms" in page and "125 ms" in page
+    rows = dict(explain(plan).sections[0].rows)
+    before = dict(explain(llama).sections[0].rows)["MFU"]
+    assert rows["MFU"].startswith(before) and "of the hardware with what is made again" in rows["MFU"]
+    share = float(before.split(" %")[0])
+    assert float(rows["MFU"].split("; ")[1].split(" %")[0]) == pytest.approx(1.5 * share, abs=0.06)
+
+
 def test_tokens_where_they_are_known(llama):
     parts = {**llama.predicted.parts, "tokens": 512 * 8192.0}
     plan = replace(llama, predicted=replace(llama.predicted, parts=parts))

@@ -57,6 +57,7 @@ from autopar.mixed_precision import cast, param_dtype, precision, used_in
 from autopar.passes.counter_random import counter_random
 from autopar.passes.lower import lower, with_changes
 from autopar.passes.split_prologue import copy_graph
+from autopar.piecewise import Piecewise
 from autopar.pins import Pins
 from autopar.plan import Plan, Precision, Share, loads
 from autopar.runtime.counter_random import draws, random_key
@@ -309,8 +310,7 @@ class Subject:
         call = Call(model, self.captured.signature, self.loaded.loss, True, param_dtype(self.captured.precision))
         loss = lambda: call(inputs)[0][0]
         buffers = lambda: dict(model.named_buffers())
-        keep = _keeper(self._folder / name)
-        return three_steps(_backward(loss), dict(model.named_parameters()), buffers, "sgd", names_of(model), keep)
+        return self._three_steps(name, _backward(loss), dict(model.named_parameters()), buffers, "sgd", names_of(model))
 
     def _run32(self, name: str, moved: Callable[[Tensor], Tensor]) -> Run:
         """``name``: of the files of the run; one of the same name is lost."""
@@ -352,8 +352,20 @@ class Subject:
             value: Tensor = run_graph(graph, inputs, read, random_key(SEED, next(steps)))["outputs"][0]
             return value
 
-        keep = _keeper(self._folder / name)
-        return three_steps(_backward(loss), params, lambda: buffers, update, names_of(self.loaded.model), keep)
+        return self._three_steps(name, _backward(loss), params, lambda: buffers, update, names_of(self.loaded.model))
+
+    def _three_steps(
+        self,
+        name: str,
+        loss: Callable[[], Tensor],
+        params: Mapping[str, Tensor],
+        buffers: Callable[[], Mapping[str, Tensor]],
+        update: str,
+        names: tuple[str, ...],
+    ) -> Run:
+        with tempfile.TemporaryDirectory(dir=self._folder) as states:
+            optimizer = Piecewise(list(params.values()), OPTIMIZERS[update], Path(states) / "state")
+            return three_steps(loss, params, buffers, optimizer, names, _keeper(self._folder / name))
 
     @cached_property
     def _prepared(self) -> dict[tuple[bool, str, Precision], Prepared]:
@@ -377,14 +389,13 @@ def three_steps(
     loss: Callable[[], Tensor],
     params: Mapping[str, Tensor],
     buffers: Callable[[], Mapping[str, Tensor]],
-    update: str,
+    optimizer: torch.optim.Optimizer | Piecewise,
     names: tuple[str, ...],
     keep: Keep,
     whole: Callable[[Tensor], Tensor] = lambda t: t,
 ) -> Run:
     """Three steps on the same batch. ``loss``: one forward and backward; ``whole``: the global tensor of a parameter or
     gradient."""
-    optimizer = OPTIMIZERS[update](list(params.values()))
     first: Run | None = None
     for _ in range(STEPS):
         optimizer.zero_grad()
@@ -442,7 +453,7 @@ def _run(subject: Subject, plan: Plan, precision: str, values: Path) -> Run:
         lambda: program.step(inputs)[0],
         dict(tensors.named_parameters()),
         lambda: dict(tensors.named_buffers()),
-        PRECISIONS[precision],
+        OPTIMIZERS[PRECISIONS[precision]](list(tensors.parameters())),
         names_of(tensors),
         _keeper(values.with_name(precision)) if ranks.rank == 0 else _count_only,
         lambda t: t.full_tensor(),  # type: ignore[attr-defined]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from autopar import equality
+from autopar import equality, piecewise, verify
 from autopar.equality import Run, distances
 from autopar.loading import ModelSpec
 from autopar.stored import store
@@ -54,6 +55,23 @@ def pair() -> tuple[torch.Tensor, torch.Tensor]:
     moved = w.clone()
     moved[4, 6], moved[0, 0], w[0, 0] = w[4, 6] + 1e-3, float("nan"), float("nan")
     return w, moved
+
+
+@pytest.mark.parametrize("make", verify.OPTIMIZERS.values(), ids=verify.OPTIMIZERS)
+def test_pieces_step_as_the_whole_does(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piecewise, "LARGE", 8)
+    start = [torch.randn(3), torch.randn(5, 7, dtype=torch.float64), torch.randn(9), torch.randn(11)]
+    one, two = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    optimizers = make(one), piecewise.Piecewise(two, make, tmp_path / "states")
+    for step in range(3):
+        for params, optimizer in zip((one, two), optimizers):
+            optimizer.zero_grad()
+            for i, p in enumerate(params):
+                p.grad = None if i == 3 and step != 1 else torch.full_like(p, 0.1 * step) - p.detach()
+            optimizer.step()
+    assert all(torch.equal(a, b) and not torch.equal(b, c) for a, b, c in zip(one, two, start))
+    optimizers[1].zero_grad()
+    assert all(p.grad is None for p in two)
 
 
 def test_runs_are_files_that_go_with_their_subject() -> None:

@@ -17,7 +17,7 @@ from autopar.capture import Capture, to_float64
 from autopar.choosing.wiring import weights_of
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.mixed_precision import reduced_in, used_in
+from autopar.mixed_precision import reduced_in
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
 from autopar.passes.divide_work import Keep, Option, Undivided, flops
@@ -59,19 +59,22 @@ def prepare(captured: Capture, microbatches: int, *, float64: bool = False) -> P
         gm = to_float64(gm)
         gm.graph.output_node().meta.pop(LOSS_DTYPE, None)
     _refuse_changed_constants(gm, captured)
-    annotate(gm, captured.trainable, {} if float64 else _dtypes(captured))
+    annotate(gm, captured.trainable, {} if float64 else _dtypes(gm, captured))
     if microbatches == 1:
         return Prepared(gm, None, (), captured)
     prologue, body, hoisted = split_prologue(run(gm, ("hoist_normalisers",)))
     return Prepared(body, prologue, hoisted, captured)
 
 
-def _dtypes(captured: Capture) -> dict[str, Dtypes]:
+def _dtypes(gm: fx.GraphModule, captured: Capture) -> dict[str, Dtypes]:
     """Of parameters that rest, or whose gradients are reduced, in others than they are used in."""
     found: dict[str, Dtypes] = {}
-    for fqn, p in captured.parameters.items():
-        used, reduced = used_in(p.dtype, captured.precision), reduced_in(p.dtype, captured.precision)
-        found[fqn] = (p.dtype if used != p.dtype else None, reduced if reduced != p.dtype else None)
+    for node in gm.graph.find_nodes(op="get_attr"):
+        parameter = captured.parameters.get(str(node.target))
+        if parameter is not None:
+            rests, used = parameter.dtype, node.meta["val"].dtype
+            reduced = reduced_in(rests, captured.precision)
+            found[str(node.target)] = (rests if used != rests else None, reduced if reduced != rests else None)
     return found
 
 

@@ -166,6 +166,8 @@ def capture(
         fewer, graph = (rows, other.graph) if rows < batch else (batch, whole.graph)
         compare_with_eager(call, graph, fewer, attributes, twice=bool(whole.changed))
     hints = whole.hints
+    if loss_required and "fp16" in (param_dtype, reduce_dtype):
+        hints += ("param_dtype, reduce_dtype: gradients under 6e-8 vanish in fp16, and nothing scales the loss.",)
     if whole.changed and not (check and real):
         hints += (f"{', '.join(whole.changed)}: changed by forward; the graph keeps what it computed at capture.",)
     return Capture(

@@ -133,14 +133,13 @@ def _check_parameters(plan: Plan, where: str) -> None:
                 f"{path}.gather",
                 f'"never", but rest {parameter.rest!r} is not use {parameter.use!r}. Legal: "step", "use".',
             )
-        used, reduced = parameter.dtype, parameter.dtype
-        if parameter.dtype in CAST:
-            used = plan.precision.param_dtype or used
-            reduced = plan.precision.reduce_dtype or reduced
-        for name, legal in (("use_dtype", used), ("grad_dtype", reduced)):
-            if getattr(parameter, name) != legal:
+        cast, asked = parameter.dtype in CAST, plan.precision
+        used = {parameter.dtype, asked.param_dtype if cast and asked.param_dtype else parameter.dtype}
+        reduced = {asked.reduce_dtype if cast and asked.reduce_dtype else parameter.dtype}
+        for name, legal in (("use_dtype", used), ("grad_dtype", reduced)):  # batch norms are used as they rest
+            if getattr(parameter, name) not in legal:
                 why = f"{getattr(parameter, name)!r} is not what $.precision makes of {parameter.dtype!r}"
-                raise fail(where, f"{path}.{name}", f"{why}. Legal: {legal}.")
+                raise fail(where, f"{path}.{name}", f"{why}. Legal: {', '.join(sorted(legal))}.")
 
 
 def _check_optimizer(plan: Plan, where: str) -> None:

@@ -13,7 +13,7 @@ from torch import fx, nn
 from autopar.errors import AutoparError
 from autopar.evaluate import run_graph
 from autopar.export_model import Call, buffer_slots
-from autopar.mixed_precision import cast
+from autopar.mixed_precision import as_read
 from autopar.python_state import python_state_kept
 from autopar.traps import refuse_run
 
@@ -38,9 +38,8 @@ def compare_with_eager(
     with warnings.catch_warnings(), torch.random.fork_rng(gpus), torch.enable_grad():
         warnings.simplefilter("ignore")
         eager, again = _eager(call, rows, twice)
-        held = {n: t.clone() for n, t in attributes.items() if not isinstance(t, nn.Parameter)}
-        parameters = {n: t for n, t in attributes.items() if isinstance(t, nn.Parameter)}
-        held |= dict(zip(parameters, cast(tuple(parameters.values()), call.param_dtype), strict=True))
+        held = {n: t if isinstance(t, nn.Parameter) else t.clone() for n, t in attributes.items()}
+        held = as_read(graph, held)
         try:
             torch.manual_seed(SEED)
             outputs = tuple(run_graph(graph, call.signature.example(rows), held)["outputs"])

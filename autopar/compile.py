@@ -400,11 +400,13 @@ def compile(
 
     ``cluster``: a `Cluster`, a shipped name or a JSON file (default: the ranks that torchrun started, or the plan's).
     ``args``, ``kwargs``: example inputs (without them capture waits for the first step); ``global_batch``: rows that a
-    step takes over all ranks (default: those of the examples). ``pins``: what is fixed, ``{"dp": 2, "tp": 2}``.
-    ``plan``: a saved plan to use instead. ``loss``: see `autopar.capture.capture`. ``inputs``: ``"global"``: every rank
-    gives `Parallel.step` the whole batch, ``"local"``: its own rows (also as example, where ``global_batch`` does not
-    say otherwise). ``timeout``: how long a rank waits for another. ``seed``: of random ops, the same on every rank;
-    what they draw depends on it, on the number of the step and on the place in the global tensor, never on the plan.
+    step takes over all ranks (default: those of the examples). ``pins``: what is fixed, ``{"dp": 2, "tp": 2}``, or
+    ``{"param_dtype": "bf16"}`` for mixed precision: parameters rest as they are, are gathered and computed with in that
+    dtype, and their gradients reduced in ``reduce_dtype`` (default: as they rest). ``plan``: a saved plan to use
+    instead. ``loss``: see `autopar.capture.capture`. ``inputs``: ``"global"``: every rank gives `Parallel.step` the
+    whole batch, ``"local"``: its own rows (also as example, where ``global_batch`` does not say otherwise).
+    ``timeout``: how long a rank waits for another. ``seed``: of random ops, the same on every rank; what they draw
+    depends on it, on the number of the step and on the place in the global tensor, never on the plan.
     ``dropout``: ``"per-rank"`` is a relaxation: see `autopar.capture.capture` (default: the plan's, else ``"exact"``).
     ``error_if_nonfinite``: `Parallel.step` raises NonfiniteError, on every rank, where its loss or a gradient is nan or
     inf, with the number of the step, the rank and the parameter; costs one small exchange a step.

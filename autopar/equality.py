@@ -6,7 +6,7 @@ agree in), and for parameters at least the learning rate. Integers, shapes, name
 
 fp64 is the judge, against the captured graph run op by op in one process. fp32 is compared with eager; where eager is
 itself far from the fp64 reference, the plan may be at most twice as far from it as eager is. A plan that computes in
-half precision may be 1.5 times as far from it, tensor by tensor and in norm, as one process in that precision is.
+half precision may be 1.5 times as far from it, in the norm of its tensors, as one process in that precision is.
 
 >>> import torch
 >>> one = Run(torch.tensor(2.0), {"w": torch.tensor([1.0, 3.0])}, {}, {"w": torch.tensor([5.0])})
@@ -32,7 +32,6 @@ FLOOR = 1e-3  # of the largest gradient (buffer) of any tensor
 KINDS = ("loss", "grad", "buffer", "param")
 HALF = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 FACTOR = 1.5  # times one process's own distance from float64: what a plan in half precision may have
-Key = tuple[str, str]  # kind and name of a tensor
 
 
 @dataclass(frozen=True)
@@ -78,11 +77,6 @@ class Difference:
     kind: str
     abs: float
     rel: float
-
-    @property
-    def key(self) -> Key:
-        """Which tensor it is of."""
-        return self.kind, self.name
 
 
 @dataclass(frozen=True)
@@ -159,37 +153,25 @@ def judge(
 def judge_low(
     found: Sequence[Difference],
     dtype: torch.dtype,
-    own: Mapping[Key, float],
-    unit: Callable[[Key], float],
-    doubt: Callable[[], Mapping[Key, float]] | None = None,
+    own: Mapping[str, float],
+    unit: Callable[[Difference], float],
+    doubt: Callable[[], Mapping[str, float]] | None = None,
 ) -> tuple[bool, tuple[str, ...]]:
-    """The same of a plan that computes in half precision: every tensor may be `FACTOR` times as far from float64, by
-    its norm, as one process in that precision is.
+    """The same of a plan that computes in half precision: its farthest tensor of a kind may be `FACTOR` times as far
+    from float64, in norm, as that of one process in this precision.
 
-    ``own``: of one process; ``unit``: the unit roundoff of what a tensor is kept in, under which no distance means
-    anything; ``doubt``: how far other runs of one process are, asked only where a limit is exceeded by a number.
+    ``own``: of one process, by kind; ``unit``: the unit roundoff of what a tensor is kept in, under which no distance
+    means anything; ``doubt``: how far other runs of one process are, asked only where a limit is exceeded by a number.
     """
-
-    def allowed(d: Difference) -> float:
-        return FACTOR * max(own.get(d.key, 0.0), unit(d.key))
-
-    more: Mapping[Key, float] = {}
-    if doubt is not None and any(d.rel > allowed(d) and math.isfinite(d.rel) for d in found):
+    meant = [d for d in found if d.rel > FACTOR * unit(d)]
+    farthest = dict.fromkeys(farthest_by_kind(found), 0.0) | farthest_by_kind(meant)
+    limits = {kind: FACTOR * own.get(kind, 0.0) for kind in farthest}
+    if doubt is not None and any(limits[kind] < rel < math.inf for kind, rel in farthest.items()):
         more = doubt()
-    limits = [(d, max(allowed(d), FACTOR * more.get(d.key, 0.0))) for d in found]
-    said = []
-    for kind in KINDS:
-        of_kind = [(d.rel / limit, limit) for d, limit in limits if d.kind == kind and limit]
-        if of_kind:
-            _, limit = max(of_kind)
-            words = f"({FACTOR:g} times one process's own distance from fp64, {limit / FACTOR:.1e})"
-            said.append(f"{HALF[dtype]} {kind} {limit:.1e} {words}")
-    return all(d.rel <= limit for d, limit in limits), tuple(said)
-
-
-def by_tensor(found: Sequence[Difference]) -> dict[Key, float]:
-    """The distance of each tensor."""
-    return {d.key: d.rel for d in found}
+        limits = {kind: max(limit, FACTOR * more.get(kind, 0.0)) for kind, limit in limits.items()}
+    words = f"({FACTOR:g} times one process's own distance from fp64"
+    said = tuple(f"{HALF[dtype]} {kind} {limit:.1e} {words}, {limit / FACTOR:.1e})" for kind, limit in limits.items())
+    return all(rel <= limits[kind] for kind, rel in farthest.items()), said
 
 
 def farthest_by_kind(found: Sequence[Difference]) -> dict[str, float]:

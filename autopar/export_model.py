@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from autopar.clean_graph import clean_graph, sharing_memory, writes_in_place
 from autopar.custom_functions import Applied
 from autopar.errors import AutoparError
-from autopar.mixed_precision import CAST, cast, parameters_in, refuse_mixed, replaced, slots
+from autopar.mixed_precision import cast, parameters_in, refuse_mixed, replaced, slots, to_cast
 from autopar.python_state import python_state_kept
 from autopar.signature import Signature
 from autopar.traps import refuse_failure, watched_trace
@@ -308,7 +308,7 @@ def _as_it_is(program: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, 
 def _on_cpu(flat: _Flat, mode: FakeTensorMode, param_dtype: torch.dtype | None) -> Iterator[None]:
     """While traced, fake CPU tensors stand for parameters, buffers and tensor attributes that are elsewhere, and for
     parameters of another dtype than they are computed with."""
-    dtypes = {id(p): param_dtype for p in flat.call.model.parameters() if p.dtype in CAST}
+    dtypes = {id(p): param_dtype for p in to_cast(flat.call.model, param_dtype)}
     stand_ins: dict[int, torch.Tensor] = {}
     for _, _, tensor in slots(flat):
         dtype = dtypes.get(id(tensor)) or tensor.dtype

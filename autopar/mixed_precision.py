@@ -2,12 +2,13 @@
 
 What is captured, and what every plan must equal, is the model in one process with its real floating parameters cast to
 ``param_dtype``, and the floating inputs of its forward too (as FSDP2's ``cast_forward_inputs`` does). Buffers and
-constants stay as they are, and so do explicit casts of the model. Integer and complex parameters are not cast.
+constants stay as they are, and so do explicit casts of the model. Integer and complex parameters are not cast, and
+neither are those of batch norms: their statistics are buffers, and torch's kernels want both in one dtype.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,11 +42,6 @@ def precision(param_dtype: str | None, reduce_dtype: str | None) -> Precision:
 def param_dtype(asked: Precision) -> torch.dtype | None:
     """What parameters and inputs are cast to; None: nothing is."""
     return None if asked.param_dtype is None else DTYPES[asked.param_dtype]
-
-
-def used_in(dtype: torch.dtype, asked: Precision) -> torch.dtype:
-    """The dtype that a parameter which rests in ``dtype`` is computed with."""
-    return (param_dtype(asked) or dtype) if dtype in CAST else dtype
 
 
 def reduced_in(dtype: torch.dtype, asked: Precision) -> torch.dtype:
@@ -82,12 +78,21 @@ def parameters_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]
     >>> model.weight.dtype, model.weight.grad.dtype
     (torch.float32, torch.float32)
     """
-    stand_ins: dict[int, torch.Tensor] = {}
-    for p in model.parameters():
-        if dtype is not None and p.dtype in CAST and p.dtype != dtype:
-            stand_ins[id(p)] = p.to(dtype)
-    with replaced(model, stand_ins):
+    with replaced(model, {id(p): p.to(dtype) for p in to_cast(model, dtype)}):
         yield
+
+
+def to_cast(model: nn.Module, dtype: torch.dtype | None) -> list[nn.Parameter]:
+    """The parameters that are read in ``dtype`` and are not in it."""
+    norms = [m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.running_mean is not None]
+    apart = {id(p) for m in norms for p in m.parameters(recurse=False)}
+    return [p for p in model.parameters() if dtype not in (None, p.dtype) and p.dtype in CAST and id(p) not in apart]
+
+
+def as_read(graph: fx.GraphModule, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors by name, in the dtypes in which a graph reads them; gradients flow to those that are given."""
+    read = {str(n.target): n.meta["val"].dtype for n in graph.graph.find_nodes(op="get_attr")}
+    return {name: t.to(read.get(name, t.dtype)) for name, t in tensors.items()}
 
 
 @contextmanager
@@ -120,6 +125,7 @@ def slots(model: nn.Module) -> Iterator[tuple[Any, Any, torch.Tensor]]:
 
 __all__ = [
     "Precision",
+    "as_read",
     "cast",
     "param_dtype",
     "parameters_in",
@@ -128,5 +134,5 @@ __all__ = [
     "refuse_mixed",
     "replaced",
     "slots",
-    "used_in",
+    "to_cast",
 ]

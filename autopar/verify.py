@@ -41,9 +41,7 @@ from autopar.equality import (
     NORM,
     Difference,
     Doubt,
-    Key,
     Run,
-    by_tensor,
     distances,
     farthest_by_kind,
     judge,
@@ -53,7 +51,7 @@ from autopar.errors import AutoparError
 from autopar.evaluate import WIDER
 from autopar.export_model import Call
 from autopar.loading import LoadedModel, ModelSpec
-from autopar.mixed_precision import cast, param_dtype, precision, used_in
+from autopar.mixed_precision import as_read, param_dtype, precision, reduced_in
 from autopar.passes.counter_random import counter_random
 from autopar.passes.lower import lower, with_changes
 from autopar.passes.split_prologue import copy_graph
@@ -77,7 +75,7 @@ OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
 }
 PRECISIONS = {"fp64": "adamw", "fp32": "sgd"}  # in fp32 Adam divides rounding errors by their own size
 PRELOAD = ("autopar.verify", "torch.export", "torch._dynamo")  # what every rank would import by itself
-NEAR = 4  # runs of one process in half precision that show how far it is, where one is not enough
+NEAR = 8  # runs of one process in half precision that show how far it is, where one is not enough
 NOISY = 8  # runs of eager that show how far its last bits carry
 WORST = 16  # differences in a result
 TIMEOUT = 300.0  # seconds for one plan, capture in the ranks included
@@ -203,8 +201,8 @@ class Subject:
     @property
     def low(self) -> torch.dtype | None:
         """The half precision that a parameter which trains is computed with, where one is."""
-        asked = self.captured.precision
-        used = {used_in(p.dtype, asked) for p in self.captured.parameters.values() if p.requires_grad}
+        nodes = self.captured.graph.graph.find_nodes(op="get_attr")
+        used = {n.meta["val"].dtype for n in nodes if self.captured.trainable(str(n.target))}
         return next((dtype for dtype in HALF if dtype in used), None)
 
     def with_values(self, attributes: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Subject:
@@ -267,19 +265,16 @@ class Subject:
         return {kind: max(f[kind] for f in found) for kind in found[0]}
 
     @cached_property
-    def lows_own(self) -> Mapping[Key, float]:
-        """How far one process in half precision is from float64, tensor by tensor in norm."""
-        return by_tensor(distances(self.eager, self.truth, lr=LR["sgd"], size=NORM))
+    def lows_own(self) -> Mapping[str, float]:
+        """How far one process in half precision is from float64, by kind, in norm."""
+        return farthest_by_kind(distances(self.eager, self.truth, lr=LR["sgd"], size=NORM))
 
     @cached_property
-    def lows_near(self) -> Mapping[Key, float]:
+    def lows_near(self) -> Mapping[str, float]:
         """The same of several runs whose weights and inputs are a rounding away, each against float64 on its own: the
         farthest. How far a small tensor is in one run is a matter of luck."""
-        found: dict[Key, float] = {}
-        for number in range(NEAR):
-            for key, rel in by_tensor(self._near(number)).items():
-                found[key] = max(found.get(key, 0.0), rel)
-        return found
+        found = [farthest_by_kind(self._near(number)) for number in range(NEAR)]
+        return {kind: max(f[kind] for f in found) for kind in found[0]}
 
     def _near(self, number: int) -> list[Difference]:
         assert self.low is not None
@@ -291,15 +286,25 @@ class Subject:
         wide = [t.to(WIDER.get(t.dtype, t.dtype)) for t in inputs]
         truth = self._run("near64", self.graph64, double(held), wide, "sgd")
         graph = counter_random(copy_graph(captured.graph))
-        own = self._run("near", graph, held, inputs, "sgd", param_dtype(captured.precision))
+        own = self._run("near", graph, held, inputs, "sgd")
         return distances(own, truth, lr=LR["sgd"], size=NORM)
 
-    def unit(self, key: Key) -> float:
-        """The unit roundoff of what a tensor is kept in."""
-        kind, name = key
-        tensors: Mapping[str, Tensor] = self.captured.buffers if kind == "buffer" else self.captured.parameters
-        dtype = self.eager.loss.dtype if kind == "loss" else tensors[name].dtype if name in tensors else None
-        return torch.finfo(dtype).eps / 2 if dtype is not None and dtype.is_floating_point else 0.0
+    def unit(self, d: Difference, asked: Precision) -> float:
+        """Under which no distance means anything: the unit roundoff of what a tensor is kept in. A gradient is rounded
+        to what it is reduced in, and so is what three steps made of a parameter."""
+        if d.kind == "loss":
+            return _roundoff(self.eager.loss.dtype)
+        tensor = (self.captured.buffers if d.kind == "buffer" else self.captured.parameters).get(d.name)
+        if tensor is None:
+            return 0.0
+        own, reduced = _roundoff(tensor.dtype), _roundoff(reduced_in(tensor.dtype, asked))
+        if d.kind == "buffer" or reduced <= own:
+            return own
+        if d.kind == "grad":
+            return reduced
+        end = self.truth.params[d.name]
+        moved, floor = NORM.whole(end - tensor.detach().to(end)), LR["sgd"] * math.sqrt(end.numel())
+        return reduced * moved / max(NORM.whole(end), floor)
 
     def _eager(self, name: str, moved: Callable[[Tensor], Tensor]) -> Run:
         model = copy.deepcopy(self.loaded.model)
@@ -320,8 +325,7 @@ class Subject:
         for fqn, parameter in self.captured.parameters.items():
             held[fqn].requires_grad_(parameter.requires_grad)
         graph = counter_random(copy_graph(self.captured.graph))
-        used = param_dtype(self.captured.precision)
-        return self._run(name, graph, held, [moved(t) for t in self.inputs], "sgd", used)
+        return self._run(name, graph, held, [moved(t) for t in self.inputs], "sgd")
 
     def _run64(
         self, name: str, inputs: Sequence[Tensor], update: str, moved: Callable[[Tensor], Tensor] = lambda t: t
@@ -334,22 +338,15 @@ class Subject:
         return self._run(name, self.graph64, held, wide, update)
 
     def _run(
-        self,
-        name: str,
-        graph: fx.GraphModule,
-        held: dict[str, Tensor],
-        inputs: Sequence[Tensor],
-        update: str,
-        used: torch.dtype | None = None,
+        self, name: str, graph: fx.GraphModule, held: dict[str, Tensor], inputs: Sequence[Tensor], update: str
     ) -> Run:
-        """``used``: what parameters are cast to."""
         buffers = {n: t for n, t in held.items() if n in self.captured.buffers}
         params = {n: t for n, t in held.items() if n in self.captured.parameters}
         steps = itertools.count()
 
         def loss() -> Tensor:
-            read = held | dict(zip(params, cast(tuple(params.values()), used), strict=True))
-            value: Tensor = run_graph(graph, inputs, read, random_key(SEED, next(steps)))["outputs"][0]
+            made = run_graph(graph, inputs, as_read(graph, held), random_key(SEED, next(steps)))["outputs"]
+            value: Tensor = made[0]
             return value
 
         return self._three_steps(name, _backward(loss), params, lambda: buffers, update, names_of(self.loaded.model))
@@ -495,6 +492,10 @@ def _backward(loss: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return step
 
 
+def _roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2 if dtype.is_floating_point else 0.0
+
+
 def _last_bit() -> Callable[[Tensor], Tensor]:
     """Moves each element of a tensor by up to its last bit, each time otherwise."""
     return _moved_by(None, 0)
@@ -535,7 +536,8 @@ def _compare(
         doubt = lambda: Doubt(subject.eagers_own, distances(runs["fp32"], subject.truth, lr=LR["sgd"]))
         ok32, said32 = judge(narrow, FP32, doubt)
     else:
-        ok32, said32 = judge_low(narrow, low, subject.lows_own, subject.unit, lambda: subject.lows_near)
+        unit = lambda d: subject.unit(d, plan.precision)
+        ok32, said32 = judge_low(narrow, low, subject.lows_own, unit, lambda: subject.lows_near)
     return VerifyResult(
         ok=ok64 and ok32,
         ranks=plan.ranks,

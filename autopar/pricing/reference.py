@@ -105,7 +105,7 @@ def dims_of(names: Iterable[str]) -> dict[str, int | None]:
     return {name: 1 if ROWS.fullmatch(name) else 0 if COLUMNS.fullmatch(name) else None for name in names}
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=16)
 def prepared_model(structure: Structure, sizes: Sizes, layers: int) -> Prepared:
     """The model's step for one microbatch, captured; what ranks do is not looked at."""
     model = model_of(structure, sizes, layers)

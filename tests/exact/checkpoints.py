@@ -2,8 +2,9 @@
 
 For each model, optimizer and pair of plans: two steps, a checkpoint, and three more steps by other ranks from it, in
 float64, dropout on where the last run can draw as a plan does. Right after the load all values must be the saved ones,
-bit for bit; after the three steps losses, parameters, buffers and states must be those of one process. Prints a row a
-pair and ends with exit code 1 where one is not equal. ``--models hf/llama`` runs a part.
+bit for bit, and so must those of the safetensors files; after the three steps losses, parameters, buffers and states
+must be those of one process. Prints a row a pair and ends with exit code 1 where one is not equal. ``--models
+hf/llama`` runs a part.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
@@ -29,6 +31,7 @@ from autopar import Cluster
 from autopar.compile import Parallel
 from autopar.errors import AutoparError
 from autopar.runtime.pool import RankPool
+from autopar.save_weights import save_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -109,6 +112,7 @@ def run(
         schedule.step()
     if goes is not None:
         autopar.save(goes, module, optimizer, extra=schedule.state_dict())
+        save_weights(module, f"{goes}/weights", 10_000)
     return {"here": here, "left": held(module, optimizer), "losses": torch.stack(losses)}
 
 
@@ -185,6 +189,12 @@ def main() -> int:
     return int(bad > 0)
 
 
+def weights_in(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors of the safetensors files of a folder."""
+    for path in sorted(folder.glob("*.safetensors")):
+        yield from load_file(path).items()
+
+
 def row(
     on: Callable[..., list[Run]],
     whole: Run,
@@ -201,6 +211,9 @@ def row(
         every = on(then, target, *what, AFTER, folder, None)
     except AutoparError as error:
         return f"REFUSED {error}"
+    for name, tensor in weights_in(Path(folder) / "weights"):
+        if not torch.equal(tensor, saved["left"][name]):
+            return f"NOT EQUAL as safetensors ({name})"
     for run in every:
         here, left = run["here"], saved["left"]
         if here.keys() != left.keys() or not all(torch.equal(here[n], left[n]) for n in left):

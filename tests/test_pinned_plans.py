@@ -19,6 +19,8 @@ from autopar.models import gpt2, llama, mlp, vit
 from autopar.passes.lower import Local, lower, with_changes
 from autopar.pins import Pins
 from autopar.plan import Plan
+from autopar.runtime.run import units_of
+from autopar.runtime.weights import ways_of
 from tests.limits import figures
 
 aten = torch.ops.aten
@@ -78,15 +80,18 @@ def test_data_parallel_has_no_collective_inside_layers(factory: Factory) -> None
 
 
 def test_zero_3_gathers_every_parameter_of_a_layer_once_each_way() -> None:
-    model, _, _ = llama.make(layers=2)
-    in_layer = sum(1 for n, _ in model.named_parameters() if "0" in n.split("."))
-    assert per_layer(llama.make, 2, {"dp": 2, "zero": 3}) == {"start_all_gather": in_layer}
+    plan, _, local = planned(llama.make, 2, {"dp": 2, "zero": 3}, layers=2)
+    ways = ways_of(local, units_of(local))
+    in_layers = {n for n in plan.parameters if {"0", "1"} & {*n.split(".")}}
+    for gathers in (ways.forward, ways.backward):
+        every = Counter(local.parameters[i].fqn for call in gathers for bucket in call for i in bucket.members)
+        assert {n: every[n] for n in in_layers} == dict.fromkeys(in_layers, 1)
+        assert max(len(call) for call in gathers) == 1, "one bucket a unit"
+    assert per_layer(llama.make, 2, {"dp": 2, "zero": 3}) == {}
 
 
 def test_both_axes_together_add_up() -> None:
-    found = per_layer(llama.make, 4, {"dp": 2, "tp": 2, "zero": 3})
-    assert found.pop("start_all_gather") == per_layer(llama.make, 2, {"dp": 2, "zero": 3})["start_all_gather"]
-    assert found == {"start_all_reduce": 2, "replicate": 2}
+    assert per_layer(llama.make, 4, {"dp": 2, "tp": 2, "zero": 3}) == {"start_all_reduce": 2, "replicate": 2}
 
 
 @pytest.mark.parametrize("factory", [gpt2.make, llama.make, vit.make], ids=["gpt2", "llama", "vit"])

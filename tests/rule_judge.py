@@ -267,18 +267,25 @@ def assemble(
     for at, piece in pieces.items():
         key = tuple(at[a] for a in same)
         version = versions.setdefault(key, torch.zeros(like.shape, dtype=like.dtype))
-        index = [
-            torch.cat([torch.arange(lo, lo + n) for lo, n in runs]) for runs in layout.runs(tuple(like.shape), mesh, at)
-        ]
-        if index:
-            grid = torch.meshgrid(*index, indexing="ij")
-            version[grid] = version[grid] + piece.detach() if like.dtype != torch.bool else version[grid] | piece
-        else:
-            versions[key] = version + piece.detach() if like.dtype != torch.bool else version | piece
+        runs = layout.runs(tuple(like.shape), mesh, at)
+        assert list(piece.shape) == [sum(n for _, n in own) for own in runs], f"{layout}: a piece of {piece.shape}"
+        for block in itertools.product(*map(spans, runs)):
+            here, there = tuple(h for h, _ in block), tuple(t for _, t in block)
+            had, more = version[here], piece.detach()[there]
+            version[here] = had + more if like.dtype != torch.bool else had | more
     first, *others = versions.values()
     for other in others:
         close(other, first, f"{layout}: replicas differ")
     return first
+
+
+def spans(runs: tuple[tuple[int, int], ...]) -> list[tuple[slice, slice]]:
+    """Where each run of one dim lies in the whole and in the piece."""
+    found, at = [], 0
+    for start, length in runs:
+        found.append((slice(start, start + length), slice(at, at + length)))
+        at += length
+    return found
 
 
 def dual(layout: Layout) -> Layout:

@@ -14,10 +14,6 @@ from dataclasses import dataclass
 from autopar.plan import Plan
 
 CLOSE = 1e-6  # relative: figures are sums of many floats
-PEAK = (
-    "parameters_bytes", "gradients_bytes", "optimizer_bytes", "saved_bytes", "gathered_step_bytes",
-    "accumulator_bytes", "transient_bytes", "inputs_bytes", "buffers_bytes",
-)  # fmt: skip
 SECONDS = ("compute_s", "exposed_s", "hidden_s", "optimizer_s")
 
 
@@ -47,8 +43,8 @@ def check_figures(plan: Plan) -> list[Checked]:
 
 def _prediction(plan: Plan) -> Iterator[Checked]:
     predicted, parts = plan.predicted, plan.predicted.parts
-    if any(key in parts for key in PEAK):
-        total = sum(parts.get(key, 0.0) for key in PEAK) / 2**30
+    if owners := [nbytes for key, nbytes in parts.items() if key.startswith("peak_") and key.endswith("_bytes")]:
+        total = sum(owners) / 2**30
         yield Checked("peak_mem_gib = sum of bytes / 2**30", predicted.peak_mem_gib, total)
     if all(key in parts for key in SECONDS):
         compute, exposed, hidden, optimizer = (parts[key] for key in SECONDS)

@@ -164,10 +164,11 @@ ADAMW = Optimizer()
 class Parameter:
     """Where a parameter rests and how it is used. ``use``: the layout in which the graph reads it.
 
-    ``gather``: when ``rest`` becomes ``use``; ``reduce``: when its gradient is reduced (``never``: frozen, or
-    nothing to reduce). ``shape`` in elements; ``aliases``: other names of a tied weight. ``dtype``: as it rests, and
-    its gradient and optimizer states; ``use_dtype``: as it is gathered and read; ``grad_dtype``: as its gradient is
-    reduced.
+    ``gather``: when ``rest`` becomes ``use``, once a ``step`` or at each ``use``: for the forward of every unit that
+    reads it, and again for its backward where that does; it is let go of in between. ``reduce``: when its gradient is
+    reduced (``never``: frozen, or nothing to reduce). ``shape`` in elements; ``aliases``: other names of a tied weight.
+    ``dtype``: as it rests, and its gradient and optimizer states; ``use_dtype``: as it is gathered and read;
+    ``grad_dtype``: as its gradient is reduced.
     """
 
     shape: tuple[int, ...]
@@ -236,16 +237,18 @@ class Whole:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What the plan should cost and do: seconds a step, GiB a rank, and facts counted from the emitted program.
-    Never read back when the plan is applied."""
+    """What the plan should cost and do: seconds a step, GiB of a rank at its fullest moment (``peak_at``: which unit's
+    turn that is, and the op), and facts counted from the emitted program. Never read back when the plan is applied."""
 
     step_time_s: float | None = None
     peak_mem_gib: float | None = None
+    peak_at: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
     collectives: tuple[Collective, ...] = ()
     divided: Mapping[str, Share] = field(default_factory=dict)
     whole: tuple[Whole, ...] = ()
     fallback: tuple[str, ...] = ()  # ops without a rule, run whole
+    autograd: tuple[str, ...] = ()  # units that have no graph of their backward, and why: "module: reason"
 
 
 @dataclass(frozen=True)

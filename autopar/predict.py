@@ -23,36 +23,28 @@ from autopar.hardware import Chip
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.plan import ADAMW, Plan
-from autopar.predict_again import kept_and_again, repeated
+from autopar.predict_again import kept, repeated
 from autopar.predict_bytes import predict_bytes
+from autopar.predict_memory import OWNERS, predict_memory
 from autopar.predict_seconds import Priced, cast_seconds, model_flops, moved_in, moved_on_entry, work_of
 from autopar.price_launches import AxisSpan, Prices
 from autopar.run_on_fakes import run_on_fakes
+from autopar.runtime.run import units_of
 from autopar.solver.cost import step_time, update
 from autopar.wires import wire_of
 
-IN_PEAK = (
-    "parameters_bytes",
-    "gradients_bytes",
-    "optimizer_bytes",
-    "saved_bytes",
-    "gathered_step_bytes",
-    "accumulator_bytes",
-    "transient_bytes",
-    "again_bytes",
-    "inputs_bytes",
-    "buffers_bytes",
-)
+IN_PEAK = tuple(f"peak_{owner}_bytes" for owner in OWNERS)
 """Entries of `Predicted.parts` whose sum is the peak."""
 
 
 def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     """The plan with seconds, bytes and collectives of a step filled in; needs no process group.
 
-    ``predicted.parts`` are seconds (``*_s``), bytes of a rank (``*_bytes``), FLOPs of the whole model a step, FLOP/s of
-    all ranks, ``mfu``, the one over the other, and ``tokens`` of a step where the model reads ids. Of what backward
-    makes again ``again_compute_s`` and ``again_exposed_s``, which the other seconds contain, and ``again_flops``, which
-    no other figure does. A plan without gradients (eval mode) is a forward alone.
+    ``predicted.parts`` are seconds (``*_s``), bytes of a rank (``*_bytes``; ``peak_*_bytes`` are those of the fullest
+    moment, by owner), FLOPs of the whole model a step, FLOP/s of all ranks, ``mfu``, the one over the other, and
+    ``tokens`` of a step where the model reads ids. Of what backward makes again ``again_compute_s`` and
+    ``again_exposed_s``, which the other seconds contain, and ``again_flops``, which no other figure does. A plan
+    without gradients (eval mode) is a forward alone.
 
     Raises AutoparError where the plan, made elsewhere or edited, does not fit the model.
     """
@@ -64,10 +56,12 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     ran = run_on_fakes(local, local.body[max(local.body)], train=train, at_use=at_use)
     parts = predict_bytes(local, prepared.captured, ran, plan.optimizer)
     parts |= _seconds(plan, model, local, mesh, cluster.chip, train)
-    if train and plan.recompute != "none":
-        parts["saved_bytes"], parts["again_bytes"] = kept_and_again(local)
+    if train:
+        parts["saved_bytes"] = kept(local)
     if not train:
         parts["transient_bytes"] = ran.live
+    peak = predict_memory(local, prepared.captured, int(parts["optimizer_bytes"]))
+    parts |= {f"peak_{owner}_bytes": nbytes for owner, nbytes in peak.owners.items()}
     parts["optimizer_s"] = float(update(parts["gradients_bytes"], parts["optimizer_bytes"], cluster.chip.memory_rate))
     if train and cluster.chip.kernels:
         parts |= _kernel_by_kernel(plan, local, prepared.captured, cluster, parts)
@@ -78,11 +72,19 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     predicted = replace(
         plan.predicted,
         step_time_s=float(seconds),
-        peak_mem_gib=sum(parts.get(key, 0.0) for key in IN_PEAK) / 2**30,
+        peak_mem_gib=peak.nbytes / 2**30,
+        peak_at=peak.where,
         parts={key: float(parts[key]) for key in sorted(parts)},
         collectives=count_collectives(local, axes, mesh, train=train),
+        autograd=_left_to_autograd(local) if train else (),
     )
     return replace(plan, predicted=predicted)
+
+
+def _left_to_autograd(local: Local) -> tuple[str, ...]:
+    """The units that could not be traced."""
+    found = (fallback for run in units_of(local).values() for fallback in run.fallbacks)
+    return tuple(dict.fromkeys(f"{f.fqn or 'model'}: {f.why}" for f in found))
 
 
 def _with_wires(mesh: Mesh, plan: Plan, cluster: Cluster) -> Mesh:

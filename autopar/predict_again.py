@@ -16,7 +16,6 @@ from autopar.choosing.wiring import weights_of
 from autopar.hardware import Chip
 from autopar.passes.changes import COLLECTIVES, price
 from autopar.passes.completion import is_op, result_slots
-from autopar.passes.differentiate import Differentiated, differentiate
 from autopar.passes.divide_work import flops
 from autopar.passes.facts import fact, operand_nodes, value
 from autopar.passes.insert_changes import change
@@ -26,6 +25,8 @@ from autopar.passes.saves import saves
 from autopar.passes.units import producer_of
 from autopar.plan import Plan
 from autopar.predict_seconds import Priced
+from autopar.runtime.run import units_of
+from autopar.runtime.units import Explicit
 from autopar.solver.cost import roofline
 
 
@@ -111,28 +112,21 @@ def _stays(node: fx.Node, recompute: Sequence[str]) -> bool:
     return stays(node.target)
 
 
-def kept_and_again(local: Local) -> tuple[int, int]:
-    """Bytes that units keep of the largest microbatch, values between units once; and the most that one of them makes
-    again for its backward: what it would keep if it made nothing again, and does not."""
-    program, fullest, own = local.units[max(local.units)], 0, 0
-    values: dict[int, int] = {}
-    cuts: dict[tuple[int, str], Differentiated] = {}
-    for call in program.calls:
-        kind = program.classes[call.kind]
-        if not kind.trains:
+def kept(local: Local) -> int:
+    """Bytes that units keep of the largest microbatch for their backwards, values between units once."""
+    run = units_of(local)[max(local.units)]
+    own, values = 0, dict[int, int]()
+    for call in run.program.calls:
+        unit = run.units[call.kind]
+        if not isinstance(unit, Explicit):
             continue
-        for policy in (kind.recompute, "none"):
-            if (call.kind, policy) not in cuts:
-                cuts[call.kind, policy] = differentiate(replace(kind, recompute=policy))
-        cut = [cuts[call.kind, policy] for policy in (kind.recompute, "none")]
-        made, whole = (sum(s.nbytes for s in c.saved if s.result is None) for c in cut)
-        own, fullest = own + made, max(fullest, whole - made)
-        values |= {call.results[s.result]: s.nbytes for s in cut[0].saved if s.result is not None}
-        for i in cut[0].keeps:
+        own += sum(s.nbytes for s in unit.made.saved if s.result is None)
+        values |= {call.results[s.result]: s.nbytes for s in unit.made.saved if s.result is not None}
+        for i in unit.reads:
             word, number = call.args[i]
             if word == "value":
-                values[number] = kind.graph.graph.find_nodes(op="placeholder")[i].meta["val"].nbytes
-    return own + sum(values.values()), fullest
+                values[number] = unit.kind.graph.graph.find_nodes(op="placeholder")[i].meta["val"].nbytes
+    return own + sum(values.values())
 
 
-__all__ = ["Repeated", "kept_and_again", "made_again", "repeated"]
+__all__ = ["Repeated", "kept", "made_again", "repeated"]

@@ -44,7 +44,6 @@ def predict_bytes(local: Local, captured: Capture, ran: Ran, optimizer: Optimize
             state_bytes(optimizer, u.shape, u.dtype, _piece(local, u.value.resting, u.rest)) for u in with_gradient
         ),
         "saved_bytes": ran.saved,
-        "gathered_held_bytes": ran.gathered,
         "gathered_step_bytes": sum(_piece(local, u.value, u.use) for u in entered),
         "accumulator_bytes": sum(_piece(local, u.value.resting if several else u.value, u.use) for u in adding_up),
         "inputs_bytes": _inputs(local),

@@ -26,7 +26,7 @@ from autopar.dry_run import _tensors as tensors_of
 from autopar.liveness import View, Walk, walk
 from autopar.passes.lower import Local
 from autopar.runtime.buckets import Flight
-from autopar.runtime.collectives import keep_until_settled, kept_apart
+from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
 from autopar.runtime.program import Batch
 from autopar.runtime.run import Units, units_of
 from autopar.runtime.units import Explicit, Gradient, Unit, laid_out
@@ -70,7 +70,8 @@ class Peak:
 
 
 def predict_memory(local: Local, captured: Capture, optimizer: int) -> Peak:
-    """The fullest moment of a step of ``local`` in a run of many; ``optimizer``: bytes of its states."""
+    """The fullest moment of a step of ``local`` in a run of many, or of a forward where it was captured in eval mode;
+    ``optimizer``: bytes of its states."""
     units = units_of(local)
     for unit in (u for run in units.values() for u in run.units):  # traced and walked before anything is counted
         _graphs(unit)
@@ -81,9 +82,11 @@ def predict_memory(local: Local, captured: Capture, optimizer: int) -> Peak:
             states = torch.empty(optimizer, dtype=torch.uint8)
         for _ in range(2):  # the first has nothing under way from the step before
             ledger.restart()
-            program.run()
-            ledger.note("optimizer")
-            program.zero_grad()
+            if captured.training:
+                program.run()
+                program.zero_grad()
+            else:
+                program.run_forward()
         del states
         by_owner = {k: ledger.fullest.get(k, 0) for k in OWNERS}
         return Peak(by_owner, ledger.where, tuple(ledger.timeline), dict(ledger.most_of))
@@ -193,6 +196,12 @@ class _Replayed(Dry):
             self.rows = (*self.rows[: MOST_RUN - 1], self.rows[-1])
         with ledger.of("inputs"):
             self.batch = super()._inputs()
+
+    @torch.no_grad()
+    def run_forward(self) -> None:
+        """`forward`, up to its outputs."""
+        settle()
+        self._loop(self._inputs(), self._weights(train=False), len(self.local.outputs), train=False)
 
     def zero_grad(self) -> None:
         """As an optimizer does."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from autopar.build import apply, plan_mesh
 from autopar.loading import ModelSpec
@@ -18,13 +19,14 @@ from autopar.plan import loads
 from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import local, place
 from autopar.runtime.program import Program
+from autopar.runtime.run import Run
 from autopar.verify import Subject
 
 
 @dataclass(frozen=True)
 class Measured:
     """Bytes of one rank: at rest, of gradients, of AdamW's states (its step counters apart), and the most that
-    autograd kept at once, storages once, those of parameters and inputs apart."""
+    units kept for backward at once, storages once, those of parameters and inputs apart."""
 
     parameters: int
     gradients: int
@@ -32,38 +34,24 @@ class Measured:
     saved: int
 
 
-class _Kept:
-    def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor
-
-
 @dataclass
 class Watch:
-    """Counts what autograd holds, as it holds it."""
+    """Counts what units hold when the forward of a microbatch is over: what their backwards read of values, and what
+    they keep themselves, storages once."""
 
-    own: set[int] = field(default_factory=set)
-    readers: dict[int, int] = field(default_factory=dict)
-    now: int = 0
+    parameters: set[int]
     most: int = 0
 
-    def before_body(self, _: Any, args: tuple[Any, ...]) -> None:
-        """Storages that are there before the body runs do not count."""
-        self.own = {a.untyped_storage().data_ptr() for a in args if isinstance(a, Tensor)}
+    def look(self, run: Run) -> None:
+        """Before backward. Storages of parameters, inputs and the like do not count."""
+        there = [*run.given["buffer"], *run.given["constant"], *run.given["hoisted"], *run.given["input"]]
+        own = self.parameters | {t.untyped_storage().data_ptr() for t in there}
+        sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tree_leaves(run.held) if _is(t)}
+        self.most = max(self.most, sum(size for key, size in sizes.items() if key not in own))
 
-    def pack(self, tensor: Tensor) -> _Kept:
-        """Called by autograd for every tensor that it keeps."""
-        kept, storage = _Kept(tensor), tensor.untyped_storage()
-        key, size = storage.data_ptr(), storage.nbytes()
-        if key not in self.own:
-            self.readers[key] = self.readers.get(key, 0) + 1
-            self.now += size if self.readers[key] == 1 else 0
-            self.most = max(self.most, self.now)
-            weakref.finalize(kept, self._freed, key, size)
-        return kept
 
-    def _freed(self, key: int, size: int) -> None:
-        self.readers[key] -= 1
-        self.now -= size if not self.readers[key] else 0
+def _is(t: Any) -> bool:
+    return isinstance(t, Tensor)
 
 
 _subjects: dict[tuple[str, int | None], Subject] = {}
@@ -74,17 +62,22 @@ def measured(rank: int, model: ModelSpec, batch: int | None, text: str) -> Measu
     key = (repr(model), batch)
     if key not in _subjects:
         _subjects[key] = Subject.of(model, batch, check=False)
-    subject, plan, watch = _subjects[key], loads(text), Watch()
+    subject, plan = _subjects[key], loads(text)
     ranks = connect(plan_mesh(plan), timedelta(seconds=60))
     program_of = lower(
         with_changes(apply(plan, subject.prepared(plan.microbatches, "fp32"))), ranks.rank, ranks.group_names
     )
     tensors = place(subject.loaded.model, program_of.parameters, ranks)
     program = Program(program_of, tensors, ranks, subject.captured.constants)
-    for body in program_of.body.values():
-        body.register_forward_pre_hook(watch.before_body)
     optimizer = torch.optim.AdamW(tensors.parameters())
-    with torch.autograd.graph.saved_tensors_hooks(watch.pack, lambda kept: kept.tensor):
+    watch = Watch({local(p).untyped_storage().data_ptr() for p in tensors.parameters() if isinstance(p, DTensor)})
+    backward = Run.backward
+
+    def looked(run: Run, *, last: bool) -> None:
+        watch.look(run)
+        backward(run, last=last)
+
+    with mock.patch.object(Run, "backward", looked):
         program.step(subject.inputs)
     optimizer.step()
     parameters = list(tensors.parameters())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
 from allocations import fullest, mark
@@ -17,13 +19,13 @@ from autopar.runtime.collectives import kept_apart
 from autopar.runtime.weights import Weights
 
 Made = tuple[nn.Module, tuple[Tensor, ...]]
-STEPS = 3  # measured, after two that are not
+MEASURED = 3  # steps, after two that are not
 
 
 @dataclass(frozen=True)
 class Held:
     """Bytes of one rank: ``rest`` between steps with AdamW's states and the inputs; ``steps``: the most in each step,
-    rest included; ``turns``: of the leanest step, the most in every unit's turn."""
+    rest included; ``turns``: of the leanest step, the most at its start, in every unit's turn, and at its end."""
 
     rest: int
     steps: tuple[int, ...]
@@ -36,14 +38,24 @@ class Held:
         return min(self.steps[1:])
 
 
-def held(rank: int, make: Callable[[], Made], plan: Plan, steps: int = STEPS) -> Held:
-    """Train under a plan on this rank, with fused AdamW, and look. Collective."""
+def planned(make: Callable[[], Made], ranks: int, pins: Mapping[str, Any]) -> Plan:
+    """A plan with its prediction."""
+    model, args = make()
+    return autopar.compile(model, Cluster.local(ranks), args=args, pins=dict(pins)).plan
+
+
+def held(rank: int, make: Callable[[], Made], plan: Plan, steps: int = MEASURED) -> Held:
+    """Train under a plan on this rank, with fused AdamW and this rank's own rows, and look. Collective."""
     model, args = make()
     parallel = autopar.compile(model, Cluster.local(plan.ranks), args=args, plan=plan)
+    program = parallel._ready[True][0].program
+    assert program is not None
+    own = [_own(program, use, t) for use, t in zip(program.local.inputs, args, strict=True)]
+    parallel._inputs = "local"
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, fused=True)
 
     def step() -> None:
-        parallel.step(*args)
+        parallel.step(*own)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -55,7 +67,7 @@ def held(rank: int, make: Callable[[], Made], plan: Plan, steps: int = STEPS) ->
     for _ in range(2):
         step()
     states = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-    tensors = [*parallel.parameters(), *parallel.buffers(), *parallel._ready[True][0].program.constants, *args, *states]
+    tensors = [*parallel.parameters(), *parallel.buffers(), *program.constants, *own, *states]
     rest = sum({s.data_ptr(): s.nbytes() for s in map(_storage, tensors)}.values())
     with kept_apart(), _turns():
         found = fullest(run)
@@ -68,28 +80,31 @@ def held(rank: int, make: Callable[[], Made], plan: Plan, steps: int = STEPS) ->
     return Held(rest, tuple(whole), tuple(each[whole.index(min(whole[1:]), 1)]))
 
 
+def _own(program: Any, use: Any, tensor: Tensor) -> Tensor:
+    """This rank's rows of all microbatches, in memory of their own."""
+    pieces = [program._piece(use, tensor, "global", m) for m in range(len(program.rows))]
+    return torch.cat(pieces) if program._by_batch(use) else pieces[0].clone()
+
+
 def _storage(tensor: Tensor) -> torch.UntypedStorage:
     return getattr(tensor, "_local_tensor", tensor).untyped_storage()
 
 
-class _turns:
-    """Marks where the turn of a unit begins and the last ends."""
+@contextmanager
+def _turns() -> Iterator[None]:
+    """Marks where the turn of a unit begins, and where the last ends."""
+    arrive, finish = Weights.arrive, Weights.finish
 
-    def __enter__(self) -> None:
-        self.arrive, self.finish = Weights.arrive, Weights.finish
+    def arriving(weights: Weights) -> None:
+        mark("turn")
+        arrive(weights)
 
-        def arrive(weights: Weights) -> None:
-            mark("turn")
-            self.arrive(weights)
+    def finishing(weights: Weights) -> dict[int, Tensor]:
+        mark("end")
+        return finish(weights)
 
-        def finish(weights: Weights) -> dict[int, Tensor]:
-            mark("end")
-            return self.finish(weights)
-
-        Weights.arrive, Weights.finish = arrive, finish  # type: ignore[method-assign]
-
-    def __exit__(self, *_: Any) -> None:
-        Weights.arrive, Weights.finish = self.arrive, self.finish  # type: ignore[method-assign]
+    with mock.patch.object(Weights, "arrive", arriving), mock.patch.object(Weights, "finish", finishing):
+        yield
 
 
-__all__ = ["Held", "held"]
+__all__ = ["Held", "held", "planned"]

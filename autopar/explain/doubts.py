@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.explain.fold import fold, pattern
-from autopar.explain.memory import HELD
 from autopar.explain.page import Section
-from autopar.explain.quantities import bytes_text
 from autopar.plan import Padding, Plan
 
 
@@ -16,6 +14,7 @@ def doubts(plan: Plan) -> Section:
     rows = [("relaxed", f"{name}={value}") for name, value in sorted(plan.relaxations.items())]
     rows += [("padded", text) for text in _padded(plan.padding)]
     rows += [("no rule, runs whole", op) for op in plan.predicted.fallback]
+    rows += [("left to autograd", unit) for unit in plan.predicted.autograd]
     if not plan.model.checked:
         rows.append(("unchecked", "captured gradients were not compared with eager"))
     rows += [("captured", hint) for hint in plan.model.hints]
@@ -45,12 +44,6 @@ def _predictions(plan: Plan) -> Iterator[tuple[str, str]]:
         yield "assumed figures", figures
     if predicted.parts.get("hidden_s"):
         yield "assumed overlap", "hidden communication runs wholly beside compute, at no cost to it"
-    if held := predicted.parts.get(HELD):
-        remark = (
-            "beyond the peak: weights gathered at each use are priced as released, and gathered again by backward "
-            "(in hidden time, not among the collectives); today's runtime keeps them"
-        )
-        yield "held weights", f"{bytes_text(held)} {remark}"
 
 
 def _assumed(name: str) -> str:

@@ -53,7 +53,7 @@ def compare_with_eager(
         _refuse_difference("loss" if i == 0 else f"output {i}", got, want, 0.0)
     floor = FLOOR * max((_largest(g) for g in eager.gradients.values() if g is not None), default=0.0)
     for name, wanted in eager.gradients.items():
-        _refuse_gradient(name, captured.gradients[name], wanted, floor)
+        _refuse_gradient(name, captured.gradients[name], wanted, floor, call.param_dtype)
     for name, buffer in eager.buffers.items():
         if name in held:
             _refuse_difference(f"buffer {name}", held[name], buffer, 0.0)
@@ -114,17 +114,28 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
             module._buffers[key] = tensor
 
 
-def _refuse_gradient(name: str, got: torch.Tensor | None, want: torch.Tensor | None, floor: float) -> None:
+def _refuse_gradient(
+    name: str, got: torch.Tensor | None, want: torch.Tensor | None, floor: float, param_dtype: torch.dtype | None
+) -> None:
     if got is None and want is None:
         return
     if got is None or want is None:
         which = "no gradient" if got is None else "a gradient"
         raise AutoparError(f"{name}: has {which} in the captured graph, unlike in eager. {WAY_OUT}")
-    _refuse_difference(f"gradient of {name}", got, want, floor)
+    _refuse_difference(f"gradient of {name}", got, want, floor, computed=param_dtype)
 
 
-def _refuse_difference(what: str, got: torch.Tensor, want: torch.Tensor, floor: float, *, exact: bool = False) -> None:
-    """Raise unless equal within the dtype's tolerance times the largest value (at least ``floor``)."""
+def _refuse_difference(
+    what: str,
+    got: torch.Tensor,
+    want: torch.Tensor,
+    floor: float,
+    *,
+    exact: bool = False,
+    computed: torch.dtype | None = None,
+) -> None:
+    """Raise unless equal within the dtype's tolerance times the largest value (at least ``floor``). ``computed``: the
+    dtype in which it was, where that is narrower than its own."""
     if got.shape != want.shape or got.dtype != want.dtype:
         a, b = (f"{t.dtype} {tuple(t.shape)}" for t in (got, want))
         raise AutoparError(f"{what}: is {a} in the captured graph, {b} in eager. {WAY_OUT}")
@@ -134,7 +145,7 @@ def _refuse_difference(what: str, got: torch.Tensor, want: torch.Tensor, floor: 
     a64, b64 = got.detach().to(wide), want.detach().to(wide)
     scale = max(_largest(want), floor)
     inexact = (got.is_floating_point() or got.is_complex()) and not exact
-    limit = TOLERANCE.get(got.dtype, COARSE) * scale if inexact else 0.0
+    limit = max(TOLERANCE.get(d, COARSE) for d in (got.dtype, computed or got.dtype)) * scale if inexact else 0.0
     if not torch.allclose(a64, b64, rtol=0.0, atol=limit, equal_nan=True):
         worst = float((a64 - b64).abs().nan_to_num(float("inf")).max())
         raise AutoparError(f"{what}: differs from eager by {worst:.1e} (largest value {scale:.1e}). {WAY_OUT}")

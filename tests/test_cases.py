@@ -19,10 +19,10 @@ from autopar.verify import VerifyResult, verify_many
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("G*.py"))
-SUPPORTED = {"dp", "tp", "sp", "zero", "microbatches", "param_dtype", "reduce_dtype"}
+SUPPORTED = {"dp", "tp", "sp", "zero", "microbatches", "recompute", "param_dtype", "reduce_dtype"}
 NOTES = {"may_reject", "sync_bn"}  # of a plan, no pins: a refusal is right; statistics of the whole batch, our default
 OURS: list[dict[str, Any]] = [{"tp": 2}, {"dp": 2, "zero": 3}]  # for the cases whose own plans all come later
-REAL = {2: ("G01", "G03", "G04", "G26"), 4: ("G05", "G39")}  # ranks -> the cases that run on them too
+REAL = {2: ("G01", "G03", "G04", "G24", "G26"), 4: ("G05", "G39")}  # ranks -> the cases that run on them too
 
 
 def spec_of(case: str) -> ModelSpec:
@@ -50,6 +50,11 @@ def ranks_of(plan: dict[str, Any]) -> int:
     return int(plan.get("dp", 1) * plan.get("tp", 1) * plan.get("sp", 1))
 
 
+def runs_on(plan: dict[str, Any], size: int) -> bool:
+    """Whether so many ranks run a plan: as many as it names, or any where it names none but what they make again."""
+    return ranks_of(plan) == size or ("recompute" in plan and not {"dp", "tp", "sp"} & set(plan))
+
+
 def words(plan: dict[str, Any]) -> str:
     return " ".join(f"{key}={value}" for key, value in plan.items())
 
@@ -69,7 +74,13 @@ def refusal(case: str, plan: dict[str, Any]) -> str | None:
     return found[0] if found else None
 
 
-EVERY = [pytest.param(case, plan, id=f"{case[:3]} {words(plan)}") for case in CASES for plan in plans_of(case)]
+# What is made again only ranks see: stacked, a body runs once.
+EVERY = [
+    pytest.param(case, plan, id=f"{case[:3]} {words(plan)}")
+    for case in CASES
+    for plan in plans_of(case)
+    if "recompute" not in plan or not supported(plan)
+]
 
 
 @pytest.mark.parametrize(("case", "plan"), EVERY)
@@ -108,7 +119,7 @@ def test_on_real_ranks(pool: tuple[int, RankPool]) -> None:
     for case in CASES:
         if case[:3] not in REAL[size]:
             continue
-        plans = [p for p in plans_of(case) if supported(p) and ranks_of(p) == size and refusal(case, p) is None]
+        plans = [p for p in plans_of(case) if supported(p) and runs_on(p, size) and refusal(case, p) is None]
         assert plans, f"{case} has no plan for {size} ranks"
         results = verify_many(spec_of(case), size, [Pins.parse(plan) for plan in plans], pool=ranks)
         for plan, result in zip(plans, results, strict=True):

@@ -40,7 +40,8 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        made: Tensor = self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + made
 
 
 class Blocks(nn.Module):
@@ -55,7 +56,8 @@ class Blocks(nn.Module):
         x = self.into(x)
         for block in self.blocks:
             x = block(x)
-        return x.square().mean()
+        loss: Tensor = x.square().mean()
+        return loss
 
 
 @cache

@@ -1,10 +1,10 @@
-"""The values of a recording, computed in pieces: a rank keeps what it owns of every tensor, and draws the whole stream.
+"""The values of a recording, computed in pieces: a rank keeps what it owns of every tensor, and draws little else.
 
 Events run in the order in which they were recorded, but what draws nothing runs as soon as its operands are there, so
 that of many tensors few are under way. A walk backwards says what each event must leave: nothing (of a draw then only
 the stream moves), some runs of every dim (`Region`), or the whole storage. Draws are made `CHUNK` bytes at a time,
-which gives the numbers of one call; exact elementwise ops run on a piece alone; whatever else there is runs on whole
-tensors, one by one. Values and streams are bit for bit those of the recorded code.
+which gives the numbers of one call, and chunks that nobody needs are jumped over; exact elementwise ops run on a piece
+alone; whatever else there is runs on whole tensors, one by one. Values are bit for bit those of the recorded code.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_map
 
 from autopar.errors import AutoparError
 from autopar.runtime.deferred import Event, Place, Recording, Seek, Stream
-from autopar.runtime.runs import Region, Runs, chunks, meet, narrow, put_chunk, take, whole_runs
+from autopar.runtime.jump import skip, words_of
+from autopar.runtime.runs import GROUP, Region, Runs, chunks, meet, narrow, overlaps, put_chunk, take, whole_runs
 
 aten = torch.ops.aten
 
@@ -123,6 +124,7 @@ class _Replay:
         self.regions: dict[int, Region] = {}  # of the pieces
         self.generators: dict[int, torch.Generator] = {}
         self.stood: dict[int, Tensor] = {}  # event that a `Seek` names -> the state after it
+        self.ahead: dict[int, int] = {}  # stream -> words that its generator has still to be moved past
         self.numbers = {id(e): i for i, e in enumerate(recording.events)}
         self.scratch: Tensor | None = None
 
@@ -269,7 +271,7 @@ class _Replay:
             with _default_dtype(event.default_dtype):
                 self._do(step)
             if event.stream is not None and self.numbers[id(event)] in named:
-                self.stood[self.numbers[id(event)]] = self.generators[event.stream].get_state()
+                self.stood[self.numbers[id(event)]] = self._generator(event.stream).get_state()
             for place in (*event.outputs, *event.reads):
                 self._shrink(place.storage, step.after.get(place.storage))
             for storage in step.ends:
@@ -360,13 +362,17 @@ class _Replay:
         return self._generator(a.number) if isinstance(a, Stream) else a
 
     def _draw(self, event: Event, piece: Tensor | None, region: Region | None, out: Place) -> None:
-        """Draw chunk by chunk, and keep what belongs to the piece."""
+        """Draw chunk by chunk what belongs to the piece; the rest is only counted, where that can be."""
         assert event.stream is not None
-        kwargs = {**event.kwargs, "generator": self._generator(event.stream)}
         for start, length in chunks(out.numel, out.dtype.itemsize):
+            kept = piece is not None and region is not None and overlaps(region, start, length)
+            words = None if kept or out.numel < GROUP else words_of(event.op, out.dtype, length)
+            if words is not None:
+                self.ahead[event.stream] = self.ahead.get(event.stream, 0) + words
+                continue
             chunk = self._scratch(length, out.dtype)
-            event.op(chunk, *event.args[1:], **kwargs)
-            if piece is not None and region is not None:
+            event.op(chunk, *event.args[1:], **{**event.kwargs, "generator": self._generator(event.stream)})
+            if kept and piece is not None and region is not None:
                 put_chunk(piece, region, start, chunk)
 
     def _scratch(self, length: int, dtype: torch.dtype) -> Tensor:
@@ -427,11 +433,15 @@ class _Replay:
         self._let_go(storage)
 
     def _generator(self, stream: int) -> torch.Generator:
-        return self.generators.setdefault(stream, torch.Generator())
+        """The generator of a stream, where the recorded code would have it."""
+        generator = self.generators.setdefault(stream, torch.Generator())
+        skip(generator, self.ahead.pop(stream, 0))
+        return generator
 
     def _seek(self, seek: Seek) -> None:
         state = seek.state if seek.after is None else self.stood[seek.after]
         assert state is not None
+        self.ahead.pop(seek.stream, None)
         self._generator(seek.stream).set_state(state)
 
 

@@ -67,6 +67,17 @@ def put_chunk(piece: Tensor, region: Region, start: int, chunk: Tensor) -> None:
             narrow(piece, own).copy_(narrow(source, theirs))
 
 
+def overlaps(region: Region, start: int, length: int) -> bool:
+    """Whether a piece has any of these elements of the flat tensor that it is a piece of.
+
+    >>> region = Region((3, 4), torch.int64, (((1, 2),), ((2, 2),)))
+    >>> overlaps(region, 0, 6), overlaps(region, 5, 2), overlaps(region, 8, 2)
+    (False, True, False)
+    """
+    boxes = _boxes(start, start + length, region.shape)
+    return any(True for box, _ in boxes for _ in meet(region.runs, box))
+
+
 def chunks(numel: int, itemsize: int) -> Iterator[tuple[int, int]]:
     """(start, length) of the chunks of a flat tensor; the last one ends in a whole group.
 

@@ -21,10 +21,13 @@ from autopar.initialise import Initialised, deferred_init, reset_parameters
 from autopar.models.llama import SIZES, Llama
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import ParameterUse
-from autopar.runtime import replay, runs
+from autopar.runtime import jump, replay, runs
+from autopar.runtime.deferred import record
 from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import lacking, local, place
 from autopar.runtime.pool import RankPool
+from autopar.runtime.replay import Target
+from autopar.runtime.runs import take
 
 MESH = Mesh((Axis("dp", 2),))
 SEED = 3
@@ -118,16 +121,16 @@ def uses(model: nn.Module) -> Iterator[ParameterUse]:
 
 def deferred(rank: int, name: str) -> tuple[dict[str, Tensor], list[int]]:
     """Pieces of every tensor, drawn in small chunks, and the bytes that this rank holds."""
-    small, chunk = replay.SMALL, runs.CHUNK
-    replay.SMALL, runs.CHUNK = 64, 256
+    before = replay.SMALL, runs.CHUNK, jump.LEAST
+    replay.SMALL, runs.CHUNK, jump.LEAST = 64, 256, 100
     torch.manual_seed(rank)
-    before = torch.get_rng_state()
+    state = torch.get_rng_state()
     try:
         model = deferred_init(FACTORIES[name], seed=SEED)
         names = place(model, list(uses(model)), connect(MESH))
     finally:
-        replay.SMALL, runs.CHUNK = small, chunk
-    assert torch.equal(before, torch.get_rng_state()) and not lacking(names)
+        replay.SMALL, runs.CHUNK, jump.LEAST = before
+    assert torch.equal(state, torch.get_rng_state()) and not lacking(names)
     if name == "odd":
         assert model.rate == real(Odd).rate and torch.equal(model.beside["table"], real(Odd).beside["table"])
     return values(names), [local(p.detach()).numel() for p in names.parameters()]
@@ -249,6 +252,35 @@ def test_pieces_have_the_values_of_one_process(name: str, pool: RankPool) -> Non
         equal(found, expected)
     whole = sum(p.numel() for p in real(FACTORIES[name]).parameters())
     assert all(sum(held) < 0.8 * whole for _, held in every)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "uniform": lambda t: t.uniform_(-1, 1),
+    "normal": lambda t: t.normal_(0.5, 0.02),
+    "integers": lambda t: t.random_(0, 100),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_stream_is_where_drawing_leaves_it(dtype: torch.dtype, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks and jumps against one call: what is kept, and the numbers that come next."""
+    for module, attribute, value in ((replay, "SMALL", 64), (runs, "CHUNK", 1 << 10), (jump, "LEAST", 500)):
+        monkeypatch.setattr(module, attribute, value)
+    for rows, first in ((16, 7), (1003, 990), (1003, 0), (997, 400)):
+
+        def make(rows: int = rows) -> nn.ParameterList:
+            return nn.ParameterList([DRAWS[name](torch.empty(rows, 3, dtype=dtype)), torch.randn(50)])
+
+        torch.manual_seed(SEED)
+        whole, following = make()
+        parameters, recorder = record(make, SEED)
+        cuts = (((first, 5), (first + 6, 2)), ((0, 3),)), (((0, 50),),)
+        rooms = torch.empty(7, 3, dtype=dtype), torch.empty(50)
+        places = map(recorder.place, parameters)
+        replay.replay(recorder.recording, [Target("p", *each) for each in zip(places, cuts, rooms, strict=True)])
+        assert torch.equal(rooms[0], take(whole.detach(), cuts[0])), (rows, first)
+        assert torch.equal(rooms[1], following.detach()), (rows, first)
 
 
 def test_training_starts_from_them(pool: RankPool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopar.passes.saves import Call, Saves, alias, call_of, observe, saves, st
 SMALL = Path(__file__).parent.parent / "small_models.py"
 NAMES = re.findall(r"^@small\ndef (\w+)", SMALL.read_text(), re.MULTILINE)
 REFERENCE = ("gpt2", "llama", "mlp", "resnet", "vit")
+Seen = dict[Call, tuple[Saves, list[tuple[int, bool]], str]]
 aten = torch.ops.aten  # its lstm on a CPU keeps a workspace of oneDNN, which nothing foretells
 
 
@@ -53,7 +55,7 @@ class Real(fx.Interpreter):
     def __init__(self, gm: fx.GraphModule, attributes: dict[str, Tensor]) -> None:
         super().__init__(gm)
         self.attributes = attributes
-        self.seen: dict[Call, tuple[Saves, list[tuple[int, bool]], str]] = {}
+        self.seen: Seen = {}
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
         return self.attributes[target]
@@ -95,8 +97,9 @@ def target_of(name: str) -> str:
     return f"autopar.models.{name}:make" if name in REFERENCE else f"{SMALL}:{name}"
 
 
-def run_real(judge: Any) -> tuple[fx.GraphModule, Real, dict[int, tuple[int, bool]]]:
-    """The prepared graph, its run on real numbers, and what autograd kept of the whole run."""
+@cache
+def run_real(judge: Any) -> tuple[fx.GraphModule, Seen, dict[int, tuple[int, bool]]]:
+    """The prepared graph, what its run on real numbers saw of every op, and what autograd kept of the whole run."""
     captured = judge.captured
     gm = prepare(captured, 1).body
     inputs = [t.float() if t.is_floating_point() else t for t in judge.inputs]
@@ -105,13 +108,13 @@ def run_real(judge: Any) -> tuple[fx.GraphModule, Real, dict[int, tuple[int, boo
         real.run(*inputs)
     for held in captured.attributes.values():
         kept.pop(storage(held), None)
-    return gm, real, kept
+    return gm, real.seen, kept
 
 
 @pytest.mark.parametrize("name", [*NAMES, *REFERENCE])
 def test_every_op_keeps_what_fake_tensors_say(name: str, judge_of: Callable[[str], Any]) -> None:
-    _, real, _ = run_real(judge_of(target_of(name)))
-    for call, (found, new, text) in real.seen.items():
+    _, seen, _ = run_real(judge_of(target_of(name)))
+    for call, (found, new, text) in seen.items():
         expected = observe(call).saves
         assert not expected.guessed, text
         assert replace(expected, new=()) == found, text

@@ -18,7 +18,11 @@ FORM = "path/to/file.py:factory or package.module:factory; the factory returns (
 def common_flags(parser: argparse.ArgumentParser) -> None:
     """Pins, options of the factory, loss, JSON."""
     parser.add_argument(
-        "--pin", action="append", default=[], metavar="KEY=VALUE", help="fix a part of the plan: tp=2, zero=3"
+        "--pin",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="fix a part of the plan: tp=2, zero=3, recompute=full",
     )
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="an option of the factory: layers=4"

@@ -57,7 +57,11 @@ def add(commands: Any) -> None:
     explain.add_argument("model", nargs="?", metavar="MODEL|PLAN", help="a MODEL as for plan, or a plan.json")
     explain.add_argument("--formulas", nargs="+", metavar="WORD", help=FORMULAS)
     explain.add_argument(
-        "--why-not", action="append", default=[], metavar="PINS", help="price another plan beside it: 'tp=8 zero=3'"
+        "--why-not",
+        action="append",
+        default=[],
+        metavar="PINS",
+        help="price another plan beside it: 'tp=8 zero=3', recompute=none",
     )
     cluster_flags(explain)
     common_flags(explain)

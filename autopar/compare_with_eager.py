@@ -50,13 +50,13 @@ def compare_with_eager(
     for got, want in zip(again, eager.outputs):
         _refuse_difference("a second run of the model", got, want, 0.0, exact=not got.is_cuda)
     for i, (got, want) in enumerate(zip(captured.outputs, eager.outputs, strict=True)):
-        _refuse_difference("loss" if i == 0 else f"output {i}", got, want, 0.0)
+        _refuse_difference("loss" if i == 0 else f"output {i}", got, want, 0.0, computed=call.param_dtype)
     floor = FLOOR * max((_largest(g) for g in eager.gradients.values() if g is not None), default=0.0)
     for name, wanted in eager.gradients.items():
         _refuse_gradient(name, captured.gradients[name], wanted, floor, call.param_dtype)
     for name, buffer in eager.buffers.items():
         if name in held:
-            _refuse_difference(f"buffer {name}", held[name], buffer, 0.0)
+            _refuse_difference(f"buffer {name}", held[name], buffer, 0.0, computed=call.param_dtype)
 
 
 @dataclass(frozen=True)

@@ -209,7 +209,8 @@ def draw(number: int) -> Ref:
 @dataclass(frozen=True)
 class Parameter:
     """``rest``: its layout between steps, ``use``: in the units that read it, ``enter``: the way between the two (none:
-    it is used as it rests); ``also``: other names of it. One that no unit reads has no ``use``."""
+    it is used as it rests); ``also``: other names of it. One that no unit reads has no ``use``. ``use_dtype`` and
+    ``reduce_dtype``: as it is gathered and read, and as its gradient is reduced, where that is another one."""
 
     name: str
     shape: tuple[int, ...]
@@ -221,6 +222,8 @@ class Parameter:
     enter: Callable[[Tensor], Tensor] | None = None
     trainable: bool = True
     also: tuple[str, ...] = ()
+    use_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
 
     def layout(self, text: str) -> Layout:
         """The layout that a text says."""
@@ -349,7 +352,8 @@ def _local(module: ModuleType, ranks: Ranks, units: Mapping[int, UnitProgram]) -
 def _use(p: Parameter) -> ParameterUse:
     assert p.use is not None
     rest, use = p.layout(p.rest), p.layout(p.use)
-    return ParameterUse(p.name, p.shape, p.dtype, p.trainable, rest, use, p.reduce, p.gather)
+    dtypes = p.use_dtype, p.reduce_dtype
+    return ParameterUse(p.name, p.shape, p.dtype, p.trainable, rest, use, p.reduce, p.gather, *dtypes)
 
 
 def _enter(p: Parameter, ranks: Ranks, mesh: Mesh) -> fx.GraphModule:

@@ -267,6 +267,7 @@ class _Writer:
             if use.fqn in self.local.enter:
                 words.append(f"enter={self._way(self.local.enter[use.fqn], ways)}")
             words += [] if use.trainable else ["trainable=False"]
+            words += [f"{key}={getattr(use, key)}" for key in ("use_dtype", "reduce_dtype") if getattr(use, key)]
             lines.append(f"    Parameter({', '.join(words + self._also(use.fqn))}),")
         for fqn, (shape, dtype, trainable) in self.tree.unread.items():
             rest = Layout.uniform("I", len(self.local.mesh.axes), len(shape))

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from building import net, par
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import autopar
 from autopar.build import apply, choose, plan_mesh, prepare
@@ -23,6 +25,7 @@ from autopar.cluster import Cluster
 from autopar.equality import NORM, Run, distances, judge_low
 from autopar.errors import AutoparError
 from autopar.explain import explain
+from autopar.load_program import load_program
 from autopar.loading import ModelSpec
 from autopar.mixed_precision import parameters_in
 from autopar.passes.facts import fact, value
@@ -328,9 +331,9 @@ def test_plans_in_half_precision_equal_one_process(pool: RankPool) -> None:
         assert [said.split()[0] for said in result.limits[-3:]] == ["bf16"] * 3, "which limit applied"
 
 
-def trains(rank: int) -> None:
+def trains(rank: int, folder: str) -> None:
     """What users see: parameters, gradients and optimizer states in fp32, a loss as one process returns it; eval mode
-    in the same precision; a saved plan has its precision with it."""
+    in the same precision; a saved plan has its precision with it, and so has a program that was written."""
     torch.manual_seed(0)
     (model, args, _), pins = make(), {"dp": 2, "zero": 3, "microbatches": 3, "param_dtype": "bf16"}
     parallel = autopar.compile(model, Cluster.local(ranks=2), args=args, pins=pins)
@@ -339,6 +342,14 @@ def trains(rank: int) -> None:
     with parameters_in(model, BF16), torch.no_grad():
         expected = model(args[0], args[1].bfloat16())
     assert loss.dtype == expected.dtype == FP32 and abs(loss - expected) < 1e-2
+    first = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in parallel.state_dict().items()}
+    parallel._program(parallel._ready[True][0]).save(folder)
+    written = load_program(folder)
+    written.load_state_dict(first)
+    assert torch.equal(written.step(*args), loss)
+    for name, p in written.named_parameters():
+        own = parallel.get_parameter(name).grad
+        assert (p.grad is None) == (own is None) and (own is None or torch.equal(local(p.grad), local(own))), name
     gradients = [p.grad for p in parallel.parameters() if p.grad is not None]
     assert {p.dtype for p in parallel.parameters()} == {g.dtype for g in gradients} == {FP32}
     assert len(gradients) == 4 and any(not torch.equal(g, g.bfloat16().float()) for g in map(local, gradients))
@@ -348,9 +359,8 @@ def trains(rank: int) -> None:
     assert parts["parameters_bytes"] == sum(map(nbytes, held))
     assert parts["gradients_bytes"] == sum(map(nbytes, map(local, gradients)))
     assert {s.dtype for state in optimizer.state.values() for s in state.values()} == {FP32}
-    model.load_state_dict(
-        {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in parallel.state_dict().items()}
-    )
+    trained = {n: t.full_tensor() if isinstance(t, DTensor) else t for n, t in parallel.state_dict().items()}
+    model.load_state_dict(trained)
     with parameters_in(model, BF16), torch.no_grad():
         expected = model.eval()(args[0], args[1].bfloat16())
     torch.testing.assert_close(parallel.eval()(*args), expected, rtol=2e-3, atol=0)
@@ -366,5 +376,5 @@ def nbytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def test_training_in_mixed_precision(pool: RankPool) -> None:
-    pool.run(trains)
+def test_training_in_mixed_precision(pool: RankPool, tmp_path: Path) -> None:
+    pool.run(trains, str(tmp_path))

@@ -205,8 +205,10 @@ class Initialised(Placed):
         """Raise AutoparError where a tensor has no value yet. Once all have, it costs nothing to ask again."""
         if self._complete or not self._held:
             return
-        self._compute_buffers(what)
-        left = lacking(self._held[0])
+        names = self._held[0]
+        if not set(lacking(names)) & names.state_dict().keys():
+            self._compute_buffers(what)
+        left = lacking(names)
         if left:
             raise AutoparError(
                 f"{what}: {some(left)} {'has' if len(left) == 1 else 'have'} no value yet (the model was built on the "

@@ -99,7 +99,8 @@ def compute(names: nn.Module, values: Mapping[str, Value]) -> dict[str, str]:
 
 def lacking(names: nn.Module) -> list[str]:
     """The names of tensors that `place` made without values and that nothing has written since."""
-    return [name for name, tensor in _named(names).items() if _is_empty(tensor)]
+    tensors = {**dict(names.named_parameters()), **dict(names.named_buffers())}
+    return [name for name, tensor in tensors.items() if _is_empty(tensor)]
 
 
 def local(tensor: Tensor) -> Tensor:

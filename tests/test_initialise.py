@@ -164,16 +164,19 @@ def on_meta(factory: Callable[[], nn.Module]) -> Initialised:
 
 
 def trained(rank: int) -> tuple[Any, ...]:
-    """A step from deferred values, and from those of `init_weights`, which has to come first."""
+    """A step from deferred values, then one from those of `init_weights`; what is said where there are none."""
     x = torch.ones(4, 6)
-    deferred = autopar.compile(deferred_init(Net, seed=SEED), Cluster.local(2), args=(x,), pins="dp=2 zero=3")
-    with torch.device("meta"):
-        model = Net()
-    parallel = autopar.compile(model, Cluster.local(2), args=(x,), pins="tp=2")
-    said = [refusal(lambda: parallel.step(x)), refusal(lambda: parallel.init_weights(init_zeros))]
+    parallel = autopar.compile(deferred_init(Net, seed=SEED), Cluster.local(2), args=(x,), pins="dp=2 zero=3")
+    first, loss = values(parallel), parallel.step(x)
+    said = [refusal(lambda: parallel.init_weights(init_zeros))]
     said.append(refusal(lambda: parallel.init_weights(seeded_init, seed=rank)))
     parallel.init_weights(seeded_init, seed=SEED)
-    return deferred.step(x), values(deferred), parallel.step(x), values(parallel), said
+    second, other_loss = values(parallel), parallel.step(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Net, "reset_parameters", None)
+        empty = on_meta(Net)
+        said.append(refusal(lambda: empty.refuse_without_values("step")))
+    return first, loss, second, other_loss, said
 
 
 def loaded(rank: int, folder: str) -> tuple[list[dict[str, Tensor]], list[str]]:
@@ -287,14 +290,14 @@ def test_training_starts_from_them(pool: RankPool) -> None:
     model, other, x = real(Net), real(Net), torch.ones(4, 6)
     torch.manual_seed(SEED)
     seeded_init(other)
-    for loss, first, other_loss, drawn, said in pool.run(trained):
+    for first, loss, second, other_loss, said in pool.run(trained):
+        equal(first, values(model))
+        equal(second, values(other))
         torch.testing.assert_close(loss, model(x).detach())
         torch.testing.assert_close(other_loss, other(x).detach())
-        equal(first, values(model))
-        equal(drawn, values(other))
-        assert said[0].startswith("step: up.weight, up.bias, norm.weight and 4 more have no value yet")
-        assert said[1].startswith("scale: has no value: nothing wrote all of it")
-        assert said[2].startswith("init_weights: init does something else on rank 1 than on rank 0")
+        assert said[0].startswith("scale: has no value: nothing wrote all of it")
+        assert said[1].startswith("init_weights: init does something else on rank 1 than on rank 0")
+        assert said[2].startswith("step: up.weight, up.bias, norm.weight and 4 more have no value yet")
 
 
 def test_weights_are_read_from_every_kind_of_checkpoint(pool: RankPool, tmp_path: Path) -> None:

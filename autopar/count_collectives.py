@@ -172,7 +172,7 @@ def _weights(graph: fx.GraphModule, kinds: Sequence[str], needs: Sequence[bool])
 def _is_of_weights(node: fx.Node, unit: Explicit) -> bool:
     """Whether a collective of backward is that of a weight's gradient: only changes of layout come after it."""
     (ends,) = node.graph.output_node().args
-    at_end = {n for n, i in zip(ends, unit.made.grads, strict=True) if unit.kind.kinds[i] == "parameter"}  # type: ignore[arg-type, union-attr]
+    at_end = {n for n, i in zip(ends, unit.made.grads, strict=True) if unit.kind.kinds[i] == "parameter"}  # type: ignore[arg-type]
     waiting, seen = [node], set[fx.Node]()
     while waiting:
         n = waiting.pop()

@@ -25,8 +25,9 @@ from autopar.passes.layout import PARTIAL, SHARD, Mesh
 from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import Ranks, naming, placements
-from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local, take
+from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local
 from autopar.runtime.run import Run, Units, units_of
+from autopar.runtime.runs import take
 from autopar.runtime.units import Fallback
 from autopar.runtime.weights import Weights, ways_of
 

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from autopar.passes.layout import Layout, Mesh
-from autopar.runtime.parameters import piece, take
+from autopar.runtime.parameters import piece
+from autopar.runtime.runs import take
 from autopar.runtime.stacked import run_stacked
 
 if TYPE_CHECKING:

@@ -177,7 +177,7 @@ class Autograd(Unit):
         """The outputs with their graph, and where in it the arguments come in; it does not hold these."""
         args = list(args)
         for i in self.grads:
-            args[i] = _Enter.apply(args[i].new_empty(0).requires_grad_(), args[i])
+            args[i] = _Enter.apply(args[i].new_empty(0).requires_grad_(), args[i])  # type: ignore[no-untyped-call]
         edges = [torch.autograd.graph.get_gradient_edge(args[i]) for i in self.grads]
         return edges, list(self.kind.graph(*args))
 

@@ -399,7 +399,8 @@ def compile(
     """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank. Collective under torchrun.
 
     ``model``: every rank starts from rank 0's values; on the meta device from those of `autopar.deferred_init`, or from
-    none, which `Parallel.init_weights` and `Parallel.load_weights` give. ``cluster``: a `Cluster`, a shipped name or a JSON file (default: the ranks that torchrun started, or the plan's).
+    none, which `Parallel.init_weights` and `Parallel.load_weights` give. ``cluster``: a `Cluster`, a shipped name or a
+    JSON file (default: the ranks that torchrun started, or the plan's).
     ``args``, ``kwargs``: example inputs (without them capture waits for the first step); ``global_batch``: rows that a
     step takes over all ranks (default: those of the examples). ``pins``: what is fixed, ``{"dp": 2, "tp": 2}``, or
     ``{"param_dtype": "bf16"}`` for mixed precision: parameters rest as they are, are gathered and computed with in that

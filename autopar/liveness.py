@@ -230,7 +230,7 @@ class _Inner(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _packed(kind: str, x: Tensor, args: Any) -> Tensor:
     """What ``start_`` gives to the wire, as `runtime.collectives` makes it of its operand."""
-    if kind == "all_reduce":
+    if kind in ("all_reduce", "scatter", "swap"):
         return x.contiguous()
     n, c, dim, parts = args[2:6]
     if kind == "all_gather":
@@ -249,6 +249,8 @@ def _packed(kind: str, x: Tensor, args: Any) -> Tensor:
 
 def _unpacked(kind: str, raw: Tensor, args: Any) -> Tensor:
     """What ``wait_`` makes of the raw tensor; a view of it where it can be."""
+    if kind == "stacked":
+        return raw
     n, *literals = args[1:]
     if kind == "all_gather":
         _, dim, parts, *items = literals

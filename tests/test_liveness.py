@@ -112,6 +112,7 @@ def test_the_parts_of_a_composite_op():
         # 63 rows and 64: padded on the wire, where the copy stays
         ((GATHER, "tp", 2, 0, 0, [127], "slice"), (GATHERED, 2, 0, 0, [127]), (3, 5 - 1 / 64)),
         ((OURS.start_all_reduce, "tp", "none"), (OURS.wait_all_reduce,), (2, 2)),
+        ((OURS.start_swap, "tp", 64), (OURS.wait_stacked,), (2, 2)),
         ((OURS.start_reduce_scatter, "tp", 2, 0, 0, [64]), (OURS.wait_reduce_scatter, 2, 0, 0, [64]), (1.5, 1.5)),
         # columns: put in order before
         ((OURS.start_reduce_scatter, "tp", 2, 0, 1, [64]), (OURS.wait_reduce_scatter, 2, 0, 1, [64]), (2.5, 2.5)),
@@ -140,7 +141,8 @@ def test_a_random_op_hashes_a_piece_at_a_time():
     g = Hand()
     x = g.given(1024, 1024)
     found = g.walk(g.call(OURS.dropout, x, 0.5))
-    assert found.moments[0].extra == 2 * 8 * (1 << 18)
+    hashes, mask = 2 * 8 * (1 << 18), 1 << 20
+    assert hashes + mask <= found.moments[0].extra < hashes + 1.1 * mask
 
 
 def test_a_graph_allocates_what_its_walk_says():

@@ -7,9 +7,7 @@ header says which other names it has, as that of `safetensors.torch.save_model` 
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,10 +15,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
 from autopar.errors import AutoparError
+from autopar.runtime.whole import on_rank_0, room_for
 from autopar.weights import DTYPES
 
 WORDS = {dtype: word for word, dtype in DTYPES.items()}
@@ -105,8 +102,8 @@ def _index(folder: Path, files: Sequence[str], shards: Sequence[Mapping[str, Ten
 
 def _write(path: Path | None, shard: Mapping[str, Tensor], aliases: Mapping[str, str]) -> str | None:
     """One file, or (None) this rank's part in gathering it; why it failed, once all is gathered."""
-    room = _room(shard)
-    wholes = (_gathered(t, room) for t in shard.values())
+    room = room_for(shard.values())
+    wholes = (on_rank_0(t, room) for t in shard.values())
     try:
         if path is not None:
             with path.open("wb") as file:
@@ -122,37 +119,6 @@ def _write(path: Path | None, shard: Mapping[str, Tensor], aliases: Mapping[str,
     for _ in wholes:
         pass
     return None
-
-
-def _room(shard: Mapping[str, Tensor]) -> Tensor:
-    """Bytes for the largest piece of a tensor; the first rank has the largest. Only rank 0 writes into them."""
-    pieces = [t._local_tensor for t in shard.values() if isinstance(t, DTensor)]
-    most = max(pieces, key=lambda p: p.nbytes, default=torch.empty(0))
-    return torch.empty(most.nbytes, dtype=torch.uint8, device=most.device)
-
-
-def _gathered(tensor: Tensor, room: Tensor) -> Tensor | None:
-    """The whole tensor on rank 0, None elsewhere. Each piece is sent by the first rank that holds it, and received in
-    ``room``."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    mesh, own, rank = tensor.device_mesh, tensor._local_tensor.contiguous(), dist.get_rank()
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=own.device) if rank == 0 else None
-    for at in itertools.product(*map(range, mesh.shape)):
-        if any(c and not held.is_shard() for c, held in zip(at, tensor.placements, strict=True)):
-            continue
-        shape, starts = _compute_local_shape_and_global_offset(tensor.shape, mesh.shape, list(at), tensor.placements)
-        holder = int(mesh.mesh[at])
-        if 0 in shape:
-            continue
-        if rank == holder != 0:
-            dist.send(own, dst=0)
-        if full is not None:
-            if holder != 0:
-                own = room[: math.prod(shape) * tensor.dtype.itemsize].view(tensor.dtype).view(shape)
-                dist.recv(own, src=holder)
-            full[tuple(slice(start, start + n) for start, n in zip(starts, shape, strict=True))] = own
-    return full
 
 
 def _header(shard: Mapping[str, Tensor], aliases: Mapping[str, str]) -> bytes:

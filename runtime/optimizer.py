@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.errors import AutoparError
+from autopar.runtime.whole import room_for, whole
 
 Way = Literal["pieces", "whole"]
 Groups = Iterable[Any]  # parameters, (name, parameter) pairs, or groups: dicts with "params"
@@ -189,14 +190,17 @@ class _OnWhole(_OnPlain):
     """A step per tensor, gathered; each rank keeps its piece of what comes out."""
 
     def _update(self, step: Callable[[], Any]) -> None:
+        states = (v for state in self.state.values() for v in state.values() if isinstance(v, DTensor))
+        room = room_for([*(p for group in self.param_groups for p in group["params"]), *states])
         for group in self.param_groups:
             before = {k: v for k, v in group.items() if k != "params"}
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                own = _leaf(_whole(p), _whole(p.grad))
-                kept = self.state.get(p, {})
-                alone, state = {**before, "params": [own]}, {own: {k: _whole(v) for k, v in kept.items()}}
+                own = _leaf(whole(p.detach(), room), whole(p.grad, room))
+                held = self.state.get(p, {})
+                kept = {k: whole(v, room) if isinstance(v, DTensor) else v for k, v in held.items()}
+                alone, state = {**before, "params": [own]}, {own: kept}
                 with self._holding([alone], state):
                     step()
                 _piece(p.detach()).copy_(_piece(_cut(own.detach(), p)))
@@ -213,10 +217,6 @@ def _leaf(value: Tensor, gradient: Tensor | None) -> Tensor:
 
 def _piece(value: Any) -> Any:
     return value._local_tensor if isinstance(value, DTensor) else value
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _placed(value: Any, p: Tensor, shape: torch.Size) -> Any:

@@ -88,13 +88,13 @@ def test_the_graph_computes_in_param_dtype_and_the_model_stays_as_it_is() -> Non
 
 
 def test_meta_and_real_models_have_one_graph_and_its_hash_depends_on_param_dtype_alone() -> None:
-    model, args = Block(), example()
-    hashes = [capture(model, args, param_dtype=d, check=False).hash for d in (None, "fp32", "bf16", "fp16")]
+    model, args, loss = nn.Linear(4, 3), (torch.rand(4, 4),), lambda y: y.float().square().mean()
+    hashes = [capture(model, args, loss=loss, param_dtype=d, check=False).hash for d in (None, "fp32", "bf16", "fp16")]
     assert hashes[0] == hashes[1] and len(set(hashes)) == 3
-    with torch.device("meta"):
-        model = Block()
-    far = capture(model, tuple(t.to("meta") for t in args), param_dtype="bf16", reduce_dtype="fp16")
-    assert far.hash == hashes[2] and (far.precision.param_dtype, far.precision.reduce_dtype) == ("bf16", "fp16")
+    far, inputs = model.to("meta"), tuple(t.to("meta") for t in args)
+    captured = capture(far, inputs, loss=loss, param_dtype="bf16", reduce_dtype="fp16")
+    assert captured.hash == hashes[2] and captured.precision == Precision("bf16", "fp16")
+    assert [h for h in captured.hints if "vanish in fp16" in h], "nothing scales the loss"
 
 
 def test_gradients_flow_to_the_models_own_parameters_in_their_dtype() -> None:
@@ -184,9 +184,7 @@ def moved(plan: Plan) -> dict[str, int]:
     return {phase: found[phase] for phase in ("parameters", "gradients")}
 
 
-@pytest.mark.parametrize(
-    "pins", [{"zero": 0}, {"zero": 1, "microbatches": 3}, {"zero": 3}, {"dp": 1, "tp": 2}], ids=str
-)
+@pytest.mark.parametrize("pins", [{"zero": 1, "microbatches": 3}, {"zero": 3}, {"dp": 1, "tp": 2}], ids=str)
 def test_bytes_rest_in_fp32_move_in_param_dtype_and_are_reduced_in_reduce_dtype(
     captures: dict[str, Capture], pins: dict[str, int]
 ) -> None:
@@ -224,16 +222,17 @@ def test_the_solver_prices_the_dtypes(captures: dict[str, Capture]) -> None:
     """The problem and the program say the same of memory, and matmuls run at the rate of what they multiply."""
     cluster = replace(Cluster.load("h100-dgx"), ranks_per_node=2)
     found = {}
-    for name, captured in captures.items():
+    for name in ("fp32", "bf16", "both"):
+        captured = captures[name]
         made = solved(captured, cluster, Pins(dp=2, zero=1, microbatches=1), nearest=False)
         found[name] = made.plan
         chosen = made.plan.predicted
         assert chosen.step_time_s is not None and made.plan.proof.objective is not None
         assert made.plan.proof.objective <= chosen.step_time_s * 1.05
     rates = {name: plan.predicted.parts["peak_flops"] / 2 for name, plan in found.items()}
-    assert rates == {"fp32": 67e12, "bf16": 989e12, "both": 989e12, "reduced": 67e12}
+    assert rates == {"fp32": 67e12, "bf16": 989e12, "both": 989e12}
     hidden = {name: plan.predicted.parts["hidden_s"] for name, plan in found.items()}
-    assert hidden["both"] < hidden["bf16"] < hidden["fp32"] and hidden["both"] < hidden["reduced"] < hidden["fp32"]
+    assert hidden["both"] < hidden["bf16"] < hidden["fp32"]
 
 
 def test_plans_say_their_precision_and_are_checked(captures: dict[str, Capture]) -> None:
@@ -311,7 +310,6 @@ def make() -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
 
 
 PLANS = (
-    "dp=2 param_dtype=bf16 reduce_dtype=bf16",
     "dp=2 zero=1 microbatches=3 param_dtype=bf16 reduce_dtype=bf16",
     "dp=2 zero=3 microbatches=3 param_dtype=bf16",
     "tp=2 param_dtype=bf16",

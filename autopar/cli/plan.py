@@ -236,13 +236,13 @@ def _other(asked: Asked, pins: Pins, captured: Capture | None) -> Other:
     """The plan with these pins before those of the command line, or why there is none."""
     from autopar.choosing.plan_training import plan_training
     from autopar.explain.why_not import Other
-    from autopar.plan import Precision
+    from autopar.mixed_precision import precision
 
     try:
         both: Mapping[str, str] = {**asked.pins.given(), **pins.given()}
         parsed = Pins.parse(both)
         _refuse(parsed, asked.cluster, asked.batch)
-        same = captured is not None and captured.precision == Precision(parsed.param_dtype, parsed.reduce_dtype)
+        same = captured is not None and captured.precision == precision(parsed.param_dtype, parsed.reduce_dtype)
         if captured is None or not captured.training or not same:
             return Other(pins.text(), asked.compile(parsed).plan)
         return Other(pins.text(), plan_training(captured, parsed, asked.cluster, {}).plan)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from functools import cache
+from math import inf
 
 import numpy as np
 import pytest
@@ -30,6 +32,7 @@ from autopar.predict_seconds import entry_seconds
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.lagrangian import least_memory
 from autopar.solver.problem import COMPUTE, EXPOSED, HIDDEN, SAVED, STATIC, Assignment, peak, totals
+from autopar.solver.solve import solve
 
 ONE, TWO = ((4, 1),), ((2, 2), (2, 1))
 STATIC_BYTES = ("parameters", "gradients", "optimizer", "gathered_step", "accumulator")
@@ -140,9 +143,13 @@ def test_quick_bounds_hold(name: str) -> None:
         floor = floor_of(asked.body(1), asked.cluster, asked.policies)
         for alpha in (0.0, 0.5, 1.0):
             total = totals(found.problem, cheapest(evaluation, alpha, 0.0))
-            assert floor.seconds(4) <= total[COMPUTE]
+            assert floor.quick(4, 1, inf).seconds <= total[COMPUTE]
         bound, least = least_memory(evaluation)
-        assert floor.nbytes(4, 1) <= (bound if recompute else float(peak(least.total)))
+        assert floor.quick(4, 1, inf).bytes <= (bound if recompute else float(peak(least.total)))
+        for share in (0.2, 0.6):
+            limit = float(peak(least.total)) + share * floor.saved
+            answer = solve(replace(found.problem, memory_limit=limit), target_gap=0.01)
+            assert floor.quick(4, 1, limit).seconds <= answer.objective
 
 
 def test_statistics_of_the_batch_need_one_microbatch() -> None:

@@ -6,19 +6,22 @@ it, so the whole op's price over the ranks bounds all strategies.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autopar.choosing.again import POLICIES
 from autopar.choosing.poser import Body
+from autopar.choosing.wiring import Wiring
 from autopar.cluster import Cluster
+from autopar.hardware import Chip
 from autopar.optimizer_states import state_bytes
 from autopar.passes.facts import Strategy, fact, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh
 from autopar.passes.price import prices
 from autopar.solver.cost import roofline, update
+from autopar.solver.search import Quick
 
 ALMOST = 1 - 1e-12  # sums of floats in another order
 
@@ -26,57 +29,109 @@ ALMOST = 1 - 1e-12  # sums of floats in another order
 @dataclass(frozen=True)
 class Floor:
     """Of one rank, were it alone: seconds of compute a step, bytes held all the time, kept, and at work at once (by an
-    op, or made again by a unit)."""
+    op, or made again by a unit). ``ways``: how less may be kept, (seconds a byte, bytes), the cheapest first."""
 
     compute: float
     static: float
     saved: float
     transient: float
+    least: float
+    ways: tuple[tuple[float, float], ...] = ()
 
-    def seconds(self, ranks: int) -> float:
-        """A lower bound of the step on so many ranks."""
-        return ALMOST * self.compute / ranks
+    def again(self, ranks: int, microbatches: int, limit: float) -> float:
+        """Seconds of one rank alone that must be spent on making things again so that each of so many fits ``limit``
+        bytes: units as a fractional knapsack."""
+        over = self.saved + self.transient - (limit * ranks / ALMOST - self.static) * microbatches
+        seconds = 0.0
+        for price, nbytes in self.ways:
+            if over <= 0:
+                break
+            seconds += price * min(nbytes, over)
+            over -= nbytes
+        return seconds
 
-    def nbytes(self, ranks: int, microbatches: int) -> float:
-        """A lower bound of the bytes of the fullest rank."""
-        return ALMOST * (self.static + (self.saved + self.transient) / microbatches) / ranks
+    def quick(self, ranks: int, microbatches: int, limit: float) -> Quick:
+        """Lower bounds of the step and of the bytes of the fullest of so many ranks."""
+        share = ranks / ALMOST
+        compute = [("compute", self.compute, share), ("made again", self.again(ranks, microbatches, limit), share)]
+        held = [("held", self.static, share), ("kept and at work", self.least, share * microbatches)]
+        return Quick.of(seconds=[compute], bytes=[held])
 
 
 def floor_of(body: Body, cluster: Cluster, policies: Sequence[str] = POLICIES) -> Floor:
     """The floor of a graph: each class counted as often as it occurs. Where several ``policies`` of recomputation are
     open, what a unit would keep is there at least while its own backward runs."""
-    alone, chip = Mesh(()), cluster.chip
+    chip = cluster.chip
     times = [sum(u.kind == kind for u in body.units.units) for kind in range(len(body.units.first))]
-    compute = saved = transient = static = again = 0.0
+    compute = transient = static = 0.0
+    saved = least = float(sum(_held(body, policies).values()))
+    fullest, ways = 0.0, list[tuple[float, float]]()
     for wiring, count in zip(body.wirings, times, strict=True):
-        kept = 0.0
-        for op in wiring.ops:
-            whole = Strategy(
-                (),
-                (),
-                tuple(Layout("", (WHOLE,) * len(value(o).shape)) for o in operand_nodes(op)),
-                tuple(None if v is None else Layout("", (WHOLE,) * len(v.shape)) for v in fact(op).values),
-            )
-            priced = prices(op, [whole], alone)
-            rate, moved = chip.matmul_rate(priced.dtype), chip.memory_rate
-            forward = roofline(priced.flops_forward, priced.moved_forward, rate, moved)
-            backward = roofline(priced.flops_backward, priced.moved_backward, rate, moved)
-            compute += count * float((forward + backward)[0])
-            kept += float(priced.saved_new[0])
-            transient = max(transient, float(priced.transient[0]))
-        own = [t for t in wiring.tensors if t.made and not t.view and (t.kept or t.own)]
-        if policies == ("none",):
-            saved += count * (kept + sum(t.value.nbytes for t in own))
-        else:
-            again = max(again, kept + sum(t.value.nbytes for t in own if t.border is None))
-    if policies != ("none",):
-        saved = float(sum(_held(body, policies).values()))
+        alone = [_alone(op, chip) for op in wiring.ops]
+        compute += count * sum(op.forward + op.backward for op in alone)
+        transient = max([transient, *(op.transient for op in alone)])
+        points = [_kept(wiring, policy, alone) for policy in wiring.policies(policies)]
+        saved += count * max(kept for kept, _ in points)
+        least += count * min(kept for kept, _ in points)
+        fullest = max(fullest, points[0][0]) if len(points) > 1 else fullest
+        ways += [(price, count * nbytes) for price, nbytes in _hull(points)]
+        compute += count * min(seconds for _, seconds in points)
     for parameter in _parameters(body):
         v = value(parameter).resting
-        kept = state_bytes(body.prepared.captured.optimizer, v.shape, v.dtype, v.nbytes) if v.grad else 0.0
-        static += v.nbytes * (2 if v.grad else 1) + kept
-        compute += float(update(v.nbytes, kept, chip.memory_rate)) if v.grad else 0.0
-    return Floor(compute, static, saved, max(transient, again))
+        states = state_bytes(body.prepared.captured.optimizer, v.shape, v.dtype, v.nbytes) if v.grad else 0.0
+        static += v.nbytes * (2 if v.grad else 1) + states
+        compute += float(update(v.nbytes, states, chip.memory_rate)) if v.grad else 0.0
+    return Floor(compute, static, saved, transient, least + max(transient, fullest), tuple(sorted(ways)))
+
+
+@dataclass(frozen=True)
+class _Op:
+    """An op whole: seconds, bytes kept besides operands and results, working bytes."""
+
+    forward: float
+    backward: float
+    new: float
+    transient: float
+
+
+def _alone(op: fx.Node, chip: Chip) -> _Op:
+    whole = Strategy(
+        (),
+        (),
+        tuple(Layout("", (WHOLE,) * len(value(o).shape)) for o in operand_nodes(op)),
+        tuple(None if v is None else Layout("", (WHOLE,) * len(v.shape)) for v in fact(op).values),
+    )
+    p = prices(op, [whole], Mesh(()))
+    rate, moved = chip.matmul_rate(p.dtype), chip.memory_rate
+    forward, backward = (
+        float(roofline(flops, nbytes, rate, moved)[0])
+        for flops, nbytes in ((p.flops_forward, p.moved_forward), (p.flops_backward, p.moved_backward))
+    )
+    return _Op(forward, backward, float(p.saved_new[0]), float(p.transient[0]))
+
+
+def _kept(wiring: Wiring, policy: str, alone: Sequence[_Op]) -> tuple[float, float]:
+    """Bytes of its own that a unit keeps at least, and seconds of what runs again."""
+    own = [t for t in wiring.tensors if t.made is not None and t.border is None and not t.view]
+    if policy == "none":
+        return sum(op.new for op in alone) + float(sum(t.value.nbytes for t in own if t.kept or t.own)), 0.0
+    a = wiring.again[policy]
+    kept = sum(t.value.nbytes for t in own if t.made in a.stays and not t.weight)
+    return kept + sum(alone[i].new for i in a.inner), sum(alone[i].forward for i in a.ops)
+
+
+def _hull(points: Sequence[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """From the point that keeps most to that which keeps least, (seconds a byte, bytes) of each step along the lower
+    hull: no mix of policies frees bytes for less.
+
+    >>> list(_hull([(9.0, 0.0), (5.0, 1.0), (1.0, 6.0), (0.0, 3.5)]))
+    [(0.25, 4.0), (0.5, 5.0)]
+    """
+    kept, seconds = max(points, key=lambda p: (p[0], -p[1]))
+    while below := [p for p in points if p[0] < kept]:
+        slope, nearest = min(((t - seconds) / (kept - n), n) for n, t in below)
+        yield max(slope, 0.0), kept - nearest
+        kept, seconds = nearest, seconds + slope * (kept - nearest)
 
 
 def _held(body: Body, policies: Sequence[str]) -> dict[fx.Node, int]:

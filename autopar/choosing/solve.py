@@ -102,7 +102,7 @@ class Solver:
         """The best plan within ``limit`` bytes a rank. ``polish``: with integer programs where gaps are left."""
         found = search(
             self.candidates,
-            quick_bound=lambda c: self._quick(c),
+            quick_bound=lambda c: self._quick(c, limit),
             pose=lambda c: self._pose(c, limit),
             solve=lambda posed, cutoff: self._solve(posed, cutoff, polish),
             limit=limit,
@@ -178,13 +178,12 @@ class Solver:
 
     # -- what the search calls -------------------------------------------------------------------------------------
 
-    def _quick(self, candidate: Candidate) -> Quick:
-        ranks, count = self.cluster.ranks, candidate.microbatches
+    def _quick(self, candidate: Candidate, limit: float) -> Quick:
         with self.timed("time"):
-            times = self.poser.times(count)
+            times = self.poser.times(candidate.microbatches)
         if isinstance(times, str):
             return Quick(inf, 0.0, times)
-        return Quick(self._floor.seconds(ranks), self._floor.nbytes(ranks, count))
+        return self._floor.quick(self.cluster.ranks, candidate.microbatches, limit)
 
     def _pose(self, candidate: Candidate, limit: float) -> Posed:
         if candidate not in self._posed:

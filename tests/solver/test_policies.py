@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from autopar.build import Prepared, prepare
 from autopar.capture import capture
 from autopar.choosing.again import POLICIES
+from autopar.choosing.bounds import floor_of
 from autopar.choosing.pose import Posed
 from autopar.choosing.poser import Poser
 from autopar.choosing.readback import plan_from
@@ -154,6 +155,13 @@ def test_the_solver_finds_what_counting_finds() -> None:
         assert float(peak(totals(problem, answer.assignment))) <= limit
         seen.add(tuple(states[-1] for states in answer.assignment.units))
     assert len(seen) >= 4 and tuple(0 for _ in problem.units) in seen  # what is made again depends on the limit
+
+
+def test_a_quick_bound_knows_what_memory_costs() -> None:
+    floor = floor_of(poser().body(1), cluster())
+    quick = [floor.quick(1, 1, x) for x in limits()]
+    assert all(q.seconds <= fastest(posed().problem, x) and q.bytes <= x for q, x in zip(quick, limits(), strict=True))
+    assert quick[1].seconds > quick[-1].seconds == floor.quick(1, 1, np.inf).seconds
 
 
 @pytest.mark.parametrize("policy", [1, 2])

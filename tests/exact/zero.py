@@ -35,8 +35,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import slice as table
 import zoo
 
-import models
-
 BATCH = 12  # divides by 4 ranks and 3 microbatches
 CHANCE = 0.1
 Row = dict[str, Any]
@@ -54,7 +52,7 @@ ONE_MICROBATCH = (*table.BATCH_STATISTICS, MIXTRAL)  # batch statistics; the bal
 MODELS = (*table.NAMED, *(f"reference/{r}" for r in table.REFERENCE), MIXTRAL)
 
 
-def make(name: str, dropout: str = "off") -> models.Built:
+def make(name: str, dropout: str = "off") -> zoo.Built:
     """Build a model of the table from seed 0; ``dropout``: ``on`` sets every probability to drop to `CHANCE`."""
     if name == "reference/gpt2":
         torch.manual_seed(0)
@@ -64,7 +62,7 @@ def make(name: str, dropout: str = "off") -> models.Built:
         model, args, kwargs = zoo.make("mixtral")
         kwargs["output_router_logits"] = True  # the loss takes the balance of the experts in
     else:
-        model, args, kwargs = models.make(name)
+        model, args, kwargs, *_ = table.spec_of(name).load()
     if dropout == "on":
         for owner, attribute in _chances(model):
             setattr(owner, attribute, CHANCE)

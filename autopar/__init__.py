@@ -18,11 +18,23 @@ if TYPE_CHECKING:
     from autopar.compile import Parallel, compile
     from autopar.errors import AutoparError
     from autopar.initialise import deferred_init
+    from autopar.load_program import load_program
     from autopar.passes.rules.core import factors
     from autopar.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["AutoparError", "Cluster", "Parallel", "Plan", "compile", "deferred_init", "factors", "load", "save"]
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "Parallel",
+    "Plan",
+    "compile",
+    "deferred_init",
+    "factors",
+    "load",
+    "load_program",
+    "save",
+]
 
 # Names come from their modules at first use: reading a plan or asking for help must not cost the import of torch.
 _HOME = {
@@ -34,6 +46,7 @@ _HOME = {
     "deferred_init": "autopar.initialise",
     "factors": "autopar.passes.rules.core",
     "load": "autopar.checkpoint",
+    "load_program": "autopar.load_program",
     "save": "autopar.checkpoint",
 }
 

@@ -332,6 +332,15 @@ class Parallel(Initialised):
         """The plan of training (of the first call, where there was none in train mode)."""
         return self._first("plan").plan
 
+    def save_source(self, folder: str | Path) -> None:
+        """Write the program of training as readable Python (`Program.save`), beside its ``plan.json``; collective.
+        `autopar.load_program` runs the folder without this model's code."""
+        ready = self._first("save_source")
+        program = self._program(ready)
+        program.save(folder)
+        if program.ranks.rank == 0:
+            ready.plan.save(Path(folder) / "plan.json")
+
     @property
     def search(self) -> Saved | None:
         """What the solver went through for `plan`; None where the plan was given or made by another rank."""

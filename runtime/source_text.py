@@ -37,6 +37,7 @@ from torch import Tensor, fx
 from autopar.passes.facts import _source as source_of
 
 WIDTH = 120
+DEEP = 2
 HOLE, NEXT = "\0", "\n"
 SPACES = {"aten": "aten", "autopar": "ours", "_c10d_functional": "c10d"}  # namespace of ops -> its name in the text
 GROUPS = ("group", "group_name")  # arguments that name a process group
@@ -115,7 +116,7 @@ class Function:
         self.only = only
         self.graph, self.groups, self.out = graph, groups, Template()
         self.nodes = list(graph.graph.nodes)
-        self.inline = {n for n in self.nodes if _is_view(n) and len(n.users) == 1 and _stands_alone(n)}
+        self.inline = _inside(self.nodes)
         self.names: dict[fx.Node, str] = {}
         self.remarks: dict[fx.Node, str] = {}
         taken: set[str] = set()
@@ -163,7 +164,7 @@ class Function:
                 return
         self.out.add(f"def {name}(")
         for node in holders:
-            shape = shape_text(node.meta.get("val"))
+            shape = shape_text(node.meta.get("val")) or "int"
             remark = f"  {self.remarks[node]}" if self.remarks[node] else ""
             self.out.add(f"    {self.names[node]},  # {HOLE}{remark}", [Literal("shape", shape, "note")])
         self.out.add("):")
@@ -272,6 +273,17 @@ def _is_view(node: fx.Node) -> bool:
     return node.target is torch.ops.aten._unsafe_view.default or (
         alias is not None and not alias.is_write and str(returns[0].type) == "Tensor"
     )
+
+
+def _inside(nodes: Sequence[fx.Node]) -> dict[fx.Node, int]:
+    """The views that stand in the line of their only reader, at most `DEEP` in one another -> how deep they reach."""
+    found: dict[fx.Node, int] = {}
+    for node in nodes:
+        if _is_view(node) and len(node.users) == 1 and _stands_alone(node):
+            depth = 1 + max((found.get(n, 0) for n in node.all_input_nodes), default=0)
+            if depth <= DEEP:
+                found[node] = depth
+    return found
 
 
 def _stands_alone(node: fx.Node) -> bool:

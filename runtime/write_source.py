@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -132,15 +133,18 @@ class _Writer:
         self.out = Template()
 
     def run(self, units: Mapping[int, Units]) -> Source:
+        shared = Counter(id(unit) for run in units.values() for unit in run.units)
         for rows, run in units.items():
             for kind, unit in enumerate(run.units):
+                if id(unit) in self.names:
+                    continue
                 calls = [c for c in run.program.calls if c.kind == kind]
                 if unit.why is not None:
                     raise AutoparError(
                         f"save: autograd runs {calls[0].fqn or 'the model'} ({unit.why}), so there is no source of its "
                         "backward. Rewrite it so that it can be traced, or run the plan by autopar.compile."
                     )
-                self._unit(unit, run.program, calls, rows if len(units) > 1 else 0)
+                self._unit(unit, calls, rows if shared[id(unit)] < len(units) else 0)
         self._parameters()
         self._ends()
         for rows, run in units.items():
@@ -152,13 +156,13 @@ class _Writer:
 
     # -- a class of units
 
-    def _unit(self, unit: Unit, program: UnitProgram, calls: Sequence[UnitCall], rows: int) -> None:
+    def _unit(self, unit: Unit, calls: Sequence[UnitCall], rows: int) -> None:
         name = self._file_name(calls[0].fqn, rows)
         self.names[id(unit)] = name
         arguments = self._arguments(unit, calls[0])
         out = Template()
         if isinstance(unit, Explicit):
-            self._explicit(out, unit, arguments, program, calls[0])
+            self._explicit(out, unit, arguments)
         else:
             forward = Function(unit.kind.graph, self.groups, arguments)
             out.extend(forward.write("forward"))
@@ -210,14 +214,7 @@ class _Writer:
         }
         return lists[kind]
 
-    def _explicit(
-        self,
-        out: Template,
-        unit: Explicit,
-        arguments: Mapping[int, tuple[str, str]],
-        program: UnitProgram,
-        call: UnitCall,
-    ) -> None:
+    def _explicit(self, out: Template, unit: Explicit, arguments: Mapping[int, tuple[str, str]]) -> None:
         made, outputs = unit.made, len(unit.kind.flows)
         forward = Function(made.forward, self.groups, arguments)
         results = [_result_remark(unit, i) for i in range(outputs)]

@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero exact-checkpoints exact-init clean
+.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-families exact-zero exact-checkpoints exact-init  ## every large table
+exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init  ## every large table
 
 # torchvision and timm stay out of .venv: torchvision's release needs a CUDA torch, and transformers imports it unasked.
 build/vision: $(READY)
@@ -55,6 +55,9 @@ exact-small: $(READY)  ## the solver's plans of small models, all ranks in one p
 
 exact-predicted: build/vision  ## predicted bytes against those of real steps (at most 90 minutes)
 	PYTHONPATH=build/vision $(BIN)/python tests/exact/predicted.py
+
+exact-peak: $(READY)  ## predicted peaks against the allocator's, 12 plans of 50 MB and more (at most 30 minutes)
+	$(BIN)/python tests/exact/peak.py --minutes 28
 
 exact-families: $(READY)  ## the solver's plans of 16 model families against one process (at most 60 minutes)
 	$(BIN)/python tests/exact/families.py --minutes 55

@@ -18,7 +18,7 @@ from autopar.solver.search import Candidate, Quick
 @pytest.fixture
 def proved(tmp_path):
     """A plan with the proof of a search of two candidates, and that search, as files."""
-    x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8, 0], [2.0, 0, 0, 0, 4, 0]]))
+    x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8, 0, 0], [2.0, 0, 0, 0, 4, 0, 0]]))
     problem = Problem("toy", (), (Class("c", (x,), (), ()),), (Unit(0, ()),), memory_limit=8.0)
     free = ((1.0, 0.0, 0.0, float("inf"), 1.0),)
     solved = Record(

@@ -266,7 +266,11 @@ def _unpacked(kind: str, raw: Tensor, args: Any) -> Tensor:
 
 
 def _besides(target: Any, args: Any, made: Any) -> int:
-    """Bytes of hashes that a random op has at a time: the next few are made while the last are there."""
+    """What our own kernels need: a random op a few hashes at a time, the next made while the last are there; a loss of
+    logits that are cut by classes their differences from the largest, and the exponentials, in float32 at least."""
+    if _name(target) == "vocabulary_cross_entropy":
+        logits = args[0]
+        return logits.numel() * (2 * max(4, logits.itemsize) + (4 if logits.itemsize < 4 else 0))
     if not draws(target):
         return 0
     numel = max(t.numel() for t in _tensors(made))

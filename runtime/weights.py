@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.buckets import CAP, Bucket, Flight, buckets
+from autopar.runtime.collectives import settle
 
 if TYPE_CHECKING:
     from autopar.passes.lower import Local, ParameterUse
@@ -157,6 +158,7 @@ class Weights:
         for flight in self._next:
             self._land(flight)
         self._here = [i for flight in self._next for i in flight.members]
+        settle()  # what brought them, before more is on its way
         self._next = self._start(next(self._moments, ()))
 
     def release(self) -> None:

@@ -25,7 +25,8 @@ MEASURED = 3  # steps, after two that are not
 @dataclass(frozen=True)
 class Held:
     """Bytes of one rank: ``rest`` between steps with AdamW's states and the inputs; ``steps``: the most in each step,
-    rest included; ``turns``: of the leanest step, the most at its start, in every unit's turn, and at its end."""
+    rest included; ``turns``: the most at the start, in every unit's turn, and at the end, of whichever step but the
+    first has least there."""
 
     rest: int
     steps: tuple[int, ...]
@@ -77,7 +78,7 @@ def held(rank: int, make: Callable[[], Made], plan: Plan, steps: int = MEASURED)
             each.append([])
         each[-1].append(most + rest)
     whole = [max(s) for s in each]
-    return Held(rest, tuple(whole), tuple(each[whole.index(min(whole[1:]), 1)]))
+    return Held(rest, tuple(whole), tuple(min(turn) for turn in zip(*each[1:], strict=True)))
 
 
 def _own(program: Any, use: Any, tensor: Tensor) -> Tensor:

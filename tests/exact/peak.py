@@ -71,7 +71,7 @@ PLANS: tuple[tuple[Any, int, dict[str, Any]], ...] = (
     (gpt2, 2, {"tp": 2, "microbatches": 3}),
     (mlp, 2, {"dp": 2, "zero": 3, "microbatches": 3}),
     (llama, 2, {"dp": 2, "zero": 2, "param_dtype": "bf16", "reduce_dtype": "fp32"}),
-    (partial(llama, layers=2), 4, {"dp": 2, "tp": 2, "zero": 3, "recompute": "selective"}),
+    (partial(llama, layers=3, rows=16), 4, {"dp": 2, "tp": 2, "zero": 3, "recompute": "selective"}),
     (partial(gpt2, layers=2), 4, {"dp": 4, "zero": 3, "microbatches": 3}),
 )
 

@@ -14,7 +14,7 @@ from autopar.cluster import Cluster
 from autopar.models import mlp
 from autopar.models.llama import Llama, LlamaConfig
 from autopar.passes.lower import lower, with_changes
-from autopar.predict_memory import OWNERS, predict_memory
+from autopar.predict_memory import predict_memory
 from autopar.runtime.pool import RankPool
 
 MIB = 2**20
@@ -80,20 +80,20 @@ def weights_of_units(plan):
 
 
 def test_fully_sharded_weights_are_there_for_two_units_at_most():
-    peak, plan = peak_of(partial(llama, layers=4), 2, dp=2, zero=3)
+    peak, plan = peak_of(partial(llama, layers=3), 2, dp=2, zero=3)
     largest = max(weights_of_units(plan).values())
     assert peak.most["gathered"] <= 2 * largest + largest / 2, "in use, and on the wire beside the pieces that are sent"
-    whole, _ = peak_of(partial(llama, layers=4), 2, dp=2, zero=1)
+    whole, _ = peak_of(partial(llama, layers=3), 2, dp=2, zero=1)
     assert peak.most["gathered"] < 0.5 * whole.most["gathered"]
 
 
 def test_full_recomputation_keeps_the_borders_of_units():
-    make = partial(llama, layers=4)
+    make = partial(llama, layers=3)
     none, full = (peak_of(make, 2, dp=2, zero=0, recompute=word)[0] for word in ("none", "full"))
     border = 4 * 2 * 64 * 384  # bytes of [rows, positions, width]
     assert full.most.get("saved", 0) == 0
     assert full.most["values"] < none.most["values"] + 2 * border
-    assert none.most["saved"] > 20 * border
+    assert none.most["saved"] > 15 * border
 
 
 def test_memory_does_not_grow(pool):
@@ -123,12 +123,6 @@ def growth(rank, model):
     optimizer.step()
     optimizer.zero_grad()
     return [most for _, most in fullest(run)[1:-1]]
-
-
-def test_a_microbatch_of_half_the_rows_keeps_less():
-    few, many = (peak_of(partial(llama, layers=1), 2, dp=2, zero=0, microbatches=m)[0] for m in (1, 2))
-    assert set(few.owners) == set(OWNERS)
-    assert few.most["saved"] > many.most["saved"]
 
 
 def test_a_forward_alone():

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 if importlib.util.find_spec("torchvision"):  # its release asks for a CUDA torch; transformers imports it where it is
     for _name in ("nms", "qnms"):
-        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+        if not hasattr(torch.ops.torchvision, _name):
+            torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
 
 Built = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 VOCABULARY, LENGTH, ROWS = 128, 16, 8

@@ -153,10 +153,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one op of the executor."""
         space, name = func.name().split(".")[0].split("::")
         x = args[0] if args and isinstance(args[0], Tensor) else None
-        if space == "autopar" and name in SAME and x is not None and x.is_contiguous() and _whole(name, args):
-            return x
         if space == "autopar" and name.startswith("wait_") and x is not None:
             keep_until_settled(self.flying.pop(id(x.untyped_storage()), ()))
+        if space == "autopar" and name in SAME and x is not None and x.is_contiguous() and _whole(name, args):
+            return x
         made: Any = x if f"{space}.{name}" in IN_PLACE else func(*args, **(kwargs or {}))
         if space == "autopar" and name.startswith("start_"):
             self.flying[id(made.untyped_storage())] = made, x

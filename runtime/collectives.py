@@ -54,7 +54,7 @@ from autopar.runtime.pieces import Run, Runs, exchange, join, pieces, put, split
 _C10D = torch.ops._c10d_functional
 Held = tuple[str, tuple[Any, ...]]
 _IN_FLIGHT: dict[int, Held] = {}  # data pointer of a raw tensor -> group and what the backend works on, until the wait
-_LATELY: deque[tuple[Any, ...]] = deque(maxlen=4)  # see launch
+_LATELY: deque[tuple[Any, ...]] = deque(maxlen=64)  # see launch
 
 
 # On the wire
@@ -74,7 +74,8 @@ def launch(name: str, group: str, *args: Any) -> Tensor:
     gloo's threads hold the tensors that they work on, and let go of them a little after the wait. So that no Python
     object of such a tensor ends at that moment, and autograd writes into none, it is kept until then (`settle`), and
     what is returned is another tensor of the same memory. (Without this one rank died in gloo's thread, of a broken
-    heap, in some 130 runs of four ranks; the race is likely but not proved to be the cause.)
+    heap, in some 130 runs of four ranks, and with no more than four kept one in some 60; the race is likely but not
+    proved to be the cause.)
     """
     try:
         raw: Tensor = getattr(_C10D, name)(*args, group)
@@ -85,7 +86,8 @@ def launch(name: str, group: str, *args: Any) -> Tensor:
 
 
 def keep_until_settled(tensors: tuple[Any, ...]) -> None:
-    """Keep what a collective works on; at most the last few, as others may hold them for reasons of their own."""
+    """Keep what a collective works on; at most the last 64, more than are under way at once, as others may hold them
+    for reasons of their own."""
     settle()
     _LATELY.append(tensors)
 

@@ -242,13 +242,13 @@ class Predicted:
 
     step_time_s: float | None = None
     peak_mem_gib: float | None = None
-    peak_at: str = ""
     parts: Mapping[str, float] = field(default_factory=dict)
     collectives: tuple[Collective, ...] = ()
     divided: Mapping[str, Share] = field(default_factory=dict)
     whole: tuple[Whole, ...] = ()
     fallback: tuple[str, ...] = ()  # ops without a rule, run whole
     autograd: tuple[str, ...] = ()  # units that have no graph of their backward, and why: "module: reason"
+    peak_at: str = ""
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def compiled(monkeypatch):
 def _predicted(plan, step, gib, limit=4.0, **seconds):
     """The plan with a prediction: seconds a step, GiB of ``limit``."""
     kinds = {"compute_s": step, "exposed_s": 0.0, "hidden_s": 0.0, "optimizer_s": 0.0} | seconds
-    parts = kinds | {"saved_bytes": gib * 2**30, "memory_limit_bytes": limit * 2**30}
+    parts = kinds | {"peak_saved_bytes": gib * 2**30, "memory_limit_bytes": limit * 2**30}
     return replace(plan, predicted=Predicted(step, gib, parts))
 
 

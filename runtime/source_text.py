@@ -9,7 +9,7 @@ in their ops have files of their own.
 >>> graph = fx.Graph()
 >>> x = graph.placeholder("x")
 >>> x.meta["val"] = torch.empty(4, 8, device="meta")
->>> y = graph.call_function(torch.ops.aten.mul.Tensor, (x, 2.0))
+>>> y = graph.create_node("call_function", torch.ops.aten.mul.Tensor, (x, 2.0), name="mul")
 >>> y.meta["val"] = x.meta["val"]
 >>> _ = graph.output((y,))
 >>> (only,) = merge([function("double", fx.GraphModule({}, graph))], [(0,)], ("tp",))

@@ -154,7 +154,7 @@ def plain_dcp(parallel: Parallel, folder: str) -> None:
         empty = net()
     other = autopar.compile(empty, Cluster.local(ranks=2), args=batch(0), pins="tp=2", seed=7)
     for save in (other.save_weights, lambda path: autopar.save(path, other)):
-        with pytest.raises(AutoparError, match=r"^save.*: scale, gain, embed.weight and 10 more have no value"):
+        with pytest.raises(AutoparError, match=r"^save.*: scale, gain, embed.weight and \d+ more have no value"):
             save(f"{folder}/none")
     named = dict(other.named_parameters())
     theirs = torch.optim.AdamW(

@@ -34,7 +34,7 @@ def peak(**pins: Any) -> float:
 
 
 def test_what_is_open_gives_way_until_the_plan_fits() -> None:
-    roomy, tight = peak(dp=2), peak(dp=2, zero=3, microbatches=2)
+    roomy, tight = peak(dp=2), peak(dp=2, zero=3)  # one unit: more microbatches would add to it
     assert tight < roomy
     plan = planned((roomy + tight) / 2, {"dp": 2})
     assert plan.fits and (plan.zero, plan.microbatches) != (0, 1) and plan.pins == {"dp": "2"}
@@ -42,8 +42,8 @@ def test_what_is_open_gives_way_until_the_plan_fits() -> None:
 
 
 def test_pins_are_kept_and_what_fits_instead_is_named() -> None:
-    limit = (peak(dp=2, zero=0, microbatches=1) + peak(dp=2, zero=3, microbatches=2)) / 2
-    with pytest.raises(NothingFits, match=r"no plan fits: dp=2 on 2 ranks needs .* GiB of .* Nearest: zero=") as error:
+    limit = (peak(dp=2, zero=0, microbatches=1) + peak(dp=2, zero=3)) / 2
+    with pytest.raises(NothingFits, match=r"no plan fits: dp=2 .*on 2 ranks needs .* GiB of .* Nearest: zero=") as error:
         planned(limit, {"dp": 2, "zero": 0, "microbatches": 1})
     plan = error.value.plan
     assert plan is not None and plan.fits is False and plan.pins == {"dp": "2", "zero": "0", "microbatches": "1"}

@@ -47,6 +47,7 @@ def _scope(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         "copies",
         "segments",
         "side",
+        "bytes",
         "recompute",
         "prices",
         "memory",

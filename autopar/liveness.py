@@ -269,8 +269,8 @@ def _besides(target: Any, args: Any, made: Any) -> int:
     """What our own kernels need: a random op a few hashes at a time, the next made while the last are there; a loss of
     logits that are cut by classes their differences from the largest, and the exponentials, in float32 at least."""
     if _name(target) == "vocabulary_cross_entropy":
-        logits = args[0]
-        return int(logits.numel()) * (2 * max(4, logits.itemsize) + (4 if logits.itemsize < 4 else 0))
+        logits: Tensor = args[0]
+        return logits.numel() * (2 * max(4, logits.itemsize) + (4 if logits.itemsize < 4 else 0))
     if not draws(target):
         return 0
     numel = max(t.numel() for t in _tensors(made))

@@ -7,10 +7,11 @@ and lets go of, node by node. What communication backends hold in memory of thei
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -25,6 +26,7 @@ from autopar.dry_run import _Dry as Dry
 from autopar.dry_run import _tensors as tensors_of
 from autopar.liveness import View, Walk, walk
 from autopar.passes.lower import Local
+from autopar.passes.split_units import UnitClass
 from autopar.runtime.buckets import Flight
 from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
 from autopar.runtime.program import Batch
@@ -50,7 +52,7 @@ OWNERS = (
 """Whose bytes are. ``gathered``: weights in the layout in which units read them; ``saved``: by forward for backward;
 ``values``: between units, and their gradients; ``working``: inside a unit; ``sent``: on the way to or from the wire."""
 
-MOST_RUN = 3  # microbatches: the first, one like all between, and the last
+MOST_RUN = 2  # microbatches: the first, and the last, which finds what all have added up
 
 
 @dataclass(frozen=True)
@@ -70,26 +72,33 @@ class Peak:
 
 
 def predict_memory(local: Local, captured: Capture, optimizer: int) -> Peak:
-    """The fullest moment of a step of ``local`` in a run of many, or of a forward where it was captured in eval mode;
+    """The fullest moment of a step of ``local``, or of a forward where it was captured in eval mode;
     ``optimizer``: bytes of its states."""
     units = units_of(local)
     for unit in (u for run in units.values() for u in run.units):  # traced and walked before anything is counted
         _graphs(unit)
-    with kept_apart(), FakeTensorMode(allow_non_fake_inputs=True), Ledger() as ledger:
+    if local.prologue is not None:
+        walk_of(local.prologue)
+    with kept_apart(), _without_data(units), Ledger() as ledger:
         with ledger.of("parameters"):
             program = _Replayed(local, units, captured, ledger)
         with ledger.of("optimizer"):
             states = torch.empty(optimizer, dtype=torch.uint8)
-        for _ in range(2):  # the first has nothing under way from the step before
-            ledger.restart()
-            if captured.training:
-                program.run()
-                program.zero_grad()
-            else:
-                program.run_forward()
+        ledger.restart()
+        if captured.training:
+            program.run()
+        else:
+            program.run_forward()
         del states
         by_owner = {k: ledger.fullest.get(k, 0) for k in OWNERS}
         return Peak(by_owner, ledger.where, tuple(ledger.timeline), dict(ledger.most_of))
+
+
+def _without_data(units: Mapping[int, Units]) -> AbstractContextManager[Any]:
+    """In which tensors have no values: on the meta device, which is fast; as fakes where autograd runs a unit."""
+    if any(u.why is not None for run in units.values() for u in run.units):
+        return FakeTensorMode(allow_non_fake_inputs=True)
+    return torch.device("meta")
 
 
 class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -190,6 +199,9 @@ class _Replayed(Dry):
     def __init__(self, local: Local, units: Mapping[int, Units], captured: Capture, ledger: Ledger) -> None:
         super().__init__(local, {rows: _replayed(run, ledger) for rows, run in units.items()}, captured)
         self.ledger = ledger
+        if local.prologue is not None:
+            once = _Replay(Unit(UnitClass(local.prologue, (), (), ())), ledger)
+            self.local = replace(local, prologue=once.prologue)  # type: ignore[arg-type]
         for tensor in (*(self.tensors.get_buffer(name) for name in local.buffers), *self.constants):
             ledger.give(tensor, "buffers")
         if len(self.rows) > MOST_RUN:
@@ -202,11 +214,6 @@ class _Replayed(Dry):
         """`forward`, up to its outputs."""
         settle()
         self._loop(self._inputs(), self._weights(train=False), len(self.local.outputs), train=False)
-
-    def zero_grad(self) -> None:
-        """As an optimizer does."""
-        for rest in self.rests.values():
-            rest.grad = None
 
     def _inputs(self) -> Batch:
         return self.batch
@@ -297,6 +304,10 @@ class _Replay(Unit):
         self.kind, self.unit, self.ledger = unit.kind, unit, ledger
         self.reads, self.tangents, self.grads = unit.reads, unit.tangents, unit.grads
 
+    def prologue(self, *args: Any) -> tuple[list[Any], list[Any]]:
+        """What units read as hoisted, and no updates: as the graph of a prologue returns it."""
+        return self._replay(self.kind.graph, list(args), len(walk_of(self.kind.graph).results)), []
+
     def run(self, args: list[Any]) -> Sequence[Tensor]:
         return self._replay(self.kind.graph, args, len(self.kind.flows))
 
@@ -327,7 +338,7 @@ class _Replay(Unit):
             for number in moment.made:
                 if number in wanted or number in moment.sent:
                     with self.ledger.of("saved" if number in saved else "values" if number in wanted else "sent"):
-                        real[number] = torch.empty(found.nbytes[number], dtype=torch.uint8)
+                        real[number] = _storage(found, number)
                 else:
                     inside[number] = found.nbytes[number]
             self.ledger.note(moment.node, {"working": sum(inside.values()) + moment.extra})
@@ -342,13 +353,28 @@ class _Replay(Unit):
         return [_view(bases, n, v) for n, v in zip(found.results, found.views, strict=True)]
 
 
+def _storage(found: Walk, number: int) -> Tensor:
+    """As many bytes, as the first result that is all of them where there is one."""
+    nbytes = found.nbytes[number]
+    for result, view in zip(found.results, found.views, strict=True):
+        if result == number and view is not None and math.prod(view.shape) * view.dtype.itemsize == nbytes:
+            return torch.empty_strided(view.shape, view.strides, dtype=view.dtype)
+    return torch.empty(nbytes, dtype=torch.uint8)
+
+
 def _view(bases: Mapping[int, Tensor], number: int | None, view: View | None) -> Any:
     if number is None or view is None:
         return None
     base = bases[number]
+    if (base.dtype, base.shape, base.stride(), base.storage_offset()) == (*_of(view), view.offset):
+        return base
     if base.dtype != view.dtype:
         base = base.view(view.dtype)
     return base.as_strided(view.shape, view.strides, view.offset)
 
 
-__all__ = ["OWNERS", "Ledger", "Peak", "predict_memory", "walk_of"]
+def _of(view: View) -> tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]:
+    return view.dtype, view.shape, view.strides
+
+
+__all__ = ["MOST_RUN", "OWNERS", "Ledger", "Peak", "predict_memory", "walk_of"]

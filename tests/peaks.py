@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import Cluster
 from autopar.plan import Plan
+from autopar.predict_memory import MOST_RUN, Peak
 from autopar.runtime.collectives import kept_apart
 from autopar.runtime.weights import Weights
 
@@ -39,10 +40,15 @@ class Held:
         return min(self.steps[1:])
 
 
-def planned(make: Callable[[], Made], ranks: int, pins: Mapping[str, Any]) -> Plan:
-    """A plan with its prediction."""
-    model, args = make()
-    return autopar.compile(model, Cluster.local(ranks), args=args, pins=dict(pins)).plan
+def turns_off(peak: Peak, real: Held) -> dict[str, float]:
+    """How far every turn is predicted off, as a fraction: of the first and the last microbatch where there are more.
+    The start of a step is left out: until then the last reductions of the step before are there."""
+    n = (len(peak.timeline) - 3) // MOST_RUN  # between start and prologue, and the end
+    turns = real.turns
+    if len(turns) > len(peak.timeline):
+        turns = (*turns[: 2 + n], *turns[-(n + 1) :])
+    pairs = zip(peak.timeline, turns, strict=True)
+    return {f"{i} {turn}": nbytes / measured - 1 for i, ((turn, nbytes), measured) in enumerate(pairs) if i}
 
 
 def held(rank: int, make: Callable[[], Made], plan: Plan, steps: int = MEASURED) -> Held:
@@ -108,4 +114,4 @@ def _turns() -> Iterator[None]:
         yield
 
 
-__all__ = ["Held", "held", "planned"]
+__all__ = ["Held", "held", "turns_off"]

@@ -6,7 +6,7 @@ from functools import cache, partial
 
 import pytest
 import torch
-from peaks import held
+from peaks import held, turns_off
 
 import autopar
 from autopar.build import apply
@@ -60,10 +60,7 @@ def test_the_peak_is_that_of_real_ranks(pool, make, pins):
     real = max(pool.run(held, make, plan), key=lambda h: h.peak)
     assert peak.nbytes == plan.predicted.peak_mem_gib * 2**30 > 40 * MIB
     assert abs(peak.nbytes / real.peak - 1) < 0.02, (peak, real)
-    off = {
-        f"{i} {turn}": nbytes / measured - 1
-        for i, ((turn, nbytes), measured) in enumerate(zip(peak.timeline, real.turns, strict=True))
-    }
+    off = turns_off(peak, real)
     assert max(off.values()) < 0.03, off
     late = [turn for turn, o in off.items() if o < -0.03]  # a thread of gloo has let go of a tensor later than it could
     assert len(late) <= len(off) / 5, off

@@ -25,7 +25,7 @@ from autopar.predict_memory import Peak, predict_memory
 from autopar.runtime.pool import RankPool
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from peaks import Held, Made, held
+from peaks import Held, Made, held, turns_off
 
 import autopar
 
@@ -88,11 +88,11 @@ def predicted(make: Any, ranks: int, pins: dict[str, Any]) -> tuple[Plan, Peak]:
 def row(peak: Peak, real: Held) -> tuple[bool, str]:
     """Whether a plan's peak is as predicted, and a line that says so."""
     off = peak.nbytes / real.peak - 1
-    pairs = list(zip(peak.timeline, real.turns, strict=True))
-    name, worst = max(((turn, n / m - 1) for (turn, n), m in pairs), key=lambda pair: abs(pair[1]))
+    turns = turns_off(peak, real)
+    name, worst = max(turns.items(), key=lambda pair: abs(pair[1]))
     owners = sorted(((n, owner) for owner, n in peak.owners.items() if n >= 0.01 * peak.nbytes), reverse=True)
     text = f"peak {real.peak / MIB:7.1f} MiB predicted {off:+.2%} ({peak.where}), worst turn {worst:+.2%} ({name}), "
-    text += f"{len(pairs)} turns; " + ", ".join(f"{owner} {n / MIB:.1f}" for n, owner in owners)
+    text += f"{len(turns)} turns; " + ", ".join(f"{owner} {n / MIB:.1f}" for n, owner in owners)
     return abs(off) <= OFF and abs(worst) <= TURN_OFF and real.peak >= 50e6, text
 
 

@@ -101,7 +101,7 @@ class Moved:
 
 def moved_in(graph: fx.GraphModule, plan: Plan, mesh: Mesh, times: int, *, train: bool) -> Moved:
     """Changes of layout in a graph that runs ``times`` a step. Those of parameters, and of what depends on parameters
-    alone, are hidden."""
+    alone, are hidden; backward makes them again, so that nothing of a gathered weight is kept."""
     exposed = hidden = 0.0
     weights = weights_of(graph, frozenset(plan.parameters))
     for node in graph.graph.nodes:
@@ -109,7 +109,7 @@ def moved_in(graph: fx.GraphModule, plan: Plan, mesh: Mesh, times: int, *, train
             continue
         forward, backward = _both_ways(node.meta["change"], value(node), mesh, train=train)
         if node in weights:
-            hidden += times * (forward + backward)
+            hidden += times * ((2 if train else 1) * forward + backward)
         else:
             exposed += times * (forward + backward)
     return Moved(exposed, hidden)

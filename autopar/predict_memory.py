@@ -52,7 +52,7 @@ OWNERS = (
 """Whose bytes are. ``gathered``: weights in the layout in which units read them; ``saved``: by forward for backward;
 ``values``: between units, and their gradients; ``working``: inside a unit; ``sent``: on the way to or from the wire."""
 
-MOST_RUN = 2  # microbatches: the first, and the last, which finds what all have added up
+MOST_RUN = 3  # microbatches: the first, one like all between, and the last
 
 
 @dataclass(frozen=True)

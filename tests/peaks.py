@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.cluster import Cluster
 from autopar.plan import Plan
-from autopar.predict_memory import MOST_RUN, Peak
+from autopar.predict_memory import Peak
 from autopar.runtime.collectives import kept_apart
 from autopar.runtime.weights import Weights
 
@@ -41,13 +41,9 @@ class Held:
 
 
 def turns_off(peak: Peak, real: Held) -> dict[str, float]:
-    """How far every turn is predicted off, as a fraction: of the first and the last microbatch where there are more.
-    The start of a step is left out: until then the last reductions of the step before are there."""
-    n = (len(peak.timeline) - 3) // MOST_RUN  # between start and prologue, and the end
-    turns = real.turns
-    if len(turns) > len(peak.timeline):
-        turns = (*turns[: 2 + n], *turns[-(n + 1) :])
-    pairs = zip(peak.timeline, turns, strict=True)
+    """How far every turn is predicted off, as a fraction. The start of a step is left out: until then the last
+    reductions of the step before are there."""
+    pairs = zip(peak.timeline, real.turns, strict=True)  # of at most MOST_RUN microbatches
     return {f"{i} {turn}": nbytes / measured - 1 for i, ((turn, nbytes), measured) in enumerate(pairs) if i}
 
 

@@ -175,7 +175,9 @@ class _Dry(Program):
         self.local, self.mesh = local, local.mesh
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
         self.units, self.ways, self.seed, self.steps = units, ways_of(local, units), 0, 0
-        self.tensors = _Buffers({n: _like(captured.buffers[n]) for n in local.buffers})
+        self.tensors = _Buffers(
+            {n: _like(captured.buffers[n]) for n in dict.fromkeys(local.buffers + local.buffer_updates)}
+        )
         self.constants = [_like(captured.constants[n]) for n in local.constants]
         self.rests = {u.fqn: self._rest(u) for u in local.parameters}
         self.unused = [_like(p) for n, p in captured.parameters.items() if n not in self.rests]  # alive all the same

@@ -16,7 +16,8 @@ from torch import fx
 from autopar.build import apply
 from autopar.cluster import Cluster
 from autopar.passes.complete_layouts import complete_layouts, resting, treat
-from autopar.passes.facts import fact, value
+from autopar.passes.facts import value
+from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Axis, Mesh
 from autopar.passes.split_prologue import copy_graph
 from autopar.pins import microbatch_rows
@@ -31,8 +32,7 @@ AXES: list[tuple[tuple[int, int], tuple[str, ...], int]] = [((2, 2), (), 2), ((2
 
 def draw(node: fx.Node, mesh: Mesh, rng: random.Random) -> None:
     """A treatment at random: used R or I where its use is not cut, in pieces over some of those axes, any ZeRO."""
-    v, use = value(node), fact(node).use
-    assert use is not None
+    v, use = value(node), produced_layout(node)
     whole = [a for a in mesh.space if use.kinds[a] != "S"]
     for axis in whole:
         use = use.with_kind(axis, rng.choice("RI"))

@@ -101,6 +101,7 @@ def test_a_byte_less_and_nothing_fits_but_more_nodes(name: str) -> None:
     assert planned(name, more, **{key: int(pin) for key, pin in nearest.pins.items()}).fits
 
 
+@LIMITS
 def test_a_pinned_stage_that_does_not_fit_names_one_that_does() -> None:
     cluster, captured = Cluster.local(ranks=2), subject_of("mlp").captured
     pins = {"zero": 0, "microbatches": 1}

@@ -43,7 +43,9 @@ def test_what_is_open_gives_way_until_the_plan_fits() -> None:
 
 def test_pins_are_kept_and_what_fits_instead_is_named() -> None:
     limit = (peak(dp=2, zero=0, microbatches=1) + peak(dp=2, zero=3)) / 2
-    with pytest.raises(NothingFits, match=r"no plan fits: dp=2 .*on 2 ranks needs .* GiB of .* Nearest: zero=") as error:
+    with pytest.raises(
+        NothingFits, match=r"no plan fits: dp=2 .*on 2 ranks needs .* GiB of .* Nearest: zero="
+    ) as error:
         planned(limit, {"dp": 2, "zero": 0, "microbatches": 1})
     plan = error.value.plan
     assert plan is not None and plan.fits is False and plan.pins == {"dp": "2", "zero": "0", "microbatches": "1"}

@@ -1,7 +1,8 @@
 """Pins: what the user fixes of a plan. A pin is an obligation, never a hint.
 
 All keys are reserved from the start; a key or value that is not supported yet is refused in one line that says so.
-Ranks that no pin names go to data parallelism.
+Ranks that no pin names go to data parallelism. ``pp=N`` gives as many ranks to every stage of a pipeline; the other
+degrees are those of one stage.
 
 >>> pins = Pins.parse(["tp=2", "zero=3", "microbatches=3"])
 >>> found = resolve(pins, ranks=4, batch=12)
@@ -22,6 +23,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from autopar.errors import AutoparError
+from autopar.orders import Words, read_words, size_of
 from autopar.schema import nearest
 
 DEGREES = ("dp", "tp", "pp", "cp", "ep")  # axes of ranks, outermost to innermost is pp dp cp tp
@@ -33,27 +35,23 @@ WORDS = {
     "reduce_dtype": ("fp32", "bf16", "fp16"),
 }
 LAYOUT = "layout."
+OWN = ".json"  # how the name of a file ends that lists a schedule of the user's own
 _LATER = {
-    "pp": "pipeline stages come with a later release",
     "cp": "context parallelism comes with a later release",
     "ep": "expert parallelism comes with a later release",
-    "schedule": "pipeline schedules come with a later release",
-    "vp": "virtual pipeline stages come with a later release",
-    "cut": "stage cuts come with a later release",
     "layouts": "pinned layouts come with a later release",
 }
 _NO_OP = {
-    "pp": 1,
     "cp": 1,
     "ep": 1,
-    "vp": 1,
 }
 
 
 @dataclass(frozen=True)
 class Pins:
     """What the user fixed; None (or empty) where nothing was said. ``sp``: True along the tensor axis, N over its
-    own axis.
+    own axis. ``schedule``: a word of `WORDS`, or the path of a user's own (`autopar.orders`). ``cut``: modules that
+    each begin a new stage.
 
     ``layouts``: parameter or module FQN -> one word a pinned axis, ``{"tp": "S0"}``.
     """
@@ -132,7 +130,8 @@ KEYS = tuple(f.name for f in fields(Pins) if f.name != "layouts")
 @dataclass(frozen=True)
 class ResolvedPins:
     """Pins with nothing left open: every rank has its place. ``sp``: ranks of the sequence's own axis; ``rows``: batch
-    rows of each microbatch (over all of dp), empty where the batch was not given."""
+    rows of each microbatch (over all of dp), empty where the batch was not given. ``virtual``: chunks that every rank
+    of the pipeline has; ``words``: the user's own schedule, by rank, where there is one."""
 
     dp: int
     sp: int
@@ -144,13 +143,16 @@ class ResolvedPins:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    virtual: int = 1
+    words: Words = ()
 
     @property
     def ranks(self) -> int:
         return self.dp * self.sp * self.tp * self.pp * self.cp
 
     def axes(self) -> tuple[tuple[str, int], ...]:
-        """(name, size) of the axes of more than one rank, outermost first; the last one's ranks are neighbours."""
+        """(name, size) of the axes of more than one rank, outermost first; the last one's ranks are neighbours. Those
+        of one stage: its ranks stand side by side."""
         found = (("dp", self.dp), (SEQUENCE, self.sp), ("tp", self.tp))
         return tuple((name, size) for name, size in found if size > 1)
 
@@ -159,11 +161,20 @@ class ResolvedPins:
         """What backward makes again."""
         return self.pins.recompute or "none"
 
+    @property
+    def schedule(self) -> str:
+        """The schedule's name, as `autopar.plan.Schedule` has it."""
+        if self.words:
+            return "custom"
+        return self.pins.schedule or ("accumulate" if self.pp == 1 else "interleaved" if self.virtual > 1 else "1f1b")
+
     def one_line(self) -> str:
-        """``dp=2 tp=2 zero=3 microbatches=3``, with ``sp=2`` where the sequence has an axis."""
+        """``dp=2 tp=2 zero=3 microbatches=3``, with ``pp=2`` in a pipeline, ``sp=2`` where the sequence has an axis."""
+        pp = f"pp={self.pp} " if self.pp > 1 else ""
+        order = f" schedule={self.schedule}" if self.pp > 1 else ""
         sp = f" sp={self.sp}" if self.sp > 1 else ""
         again = f" recompute={self.recompute}" if self.recompute != "none" else ""
-        return f"dp={self.dp}{sp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}{again}"
+        return f"{pp}dp={self.dp}{sp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}{order}{again}"
 
 
 def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
@@ -175,21 +186,65 @@ def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
     _refuse_unsupported(pins)
     if ranks < 1:
         raise AutoparError(f"ranks: {ranks} is not a number of ranks. Legal: 1 or more.")
+    virtual, words = _pipeline(pins, ranks)
+    whole, pp = ranks, pins.pp or 1
+    ranks //= pp  # of one stage
     sp, tp = pins.sequence, pins.tp or 1
+    where = _n(ranks, "rank") + (f" of a stage (pp={pp} of {whole})" if pp > 1 else "")
     inner = " ".join(f"{k}={v}" for k, v in (("sp", sp), ("tp", tp)) if v > 1) or "tp=1"
     if ranks % (sp * tp):
         pairs = [(s, d) for d in divisors(ranks) for s in (divisors(ranks // d) if sp > 1 else [1])]
         legal = ", ".join(f"sp={s} tp={d}" if sp > 1 else f"tp={d}" for s, d in pairs if s > 1 or sp == 1)
-        raise AutoparError(f"pins: {inner} does not divide {_n(ranks, 'rank')}. Legal: {legal or 'no sp'}.")
+        raise AutoparError(f"pins: {inner} does not divide {where}. Legal: {legal or 'no sp'}.")
     dp = pins.dp if pins.dp is not None else ranks // (sp * tp)
     if dp * sp * tp != ranks:
-        named = (("dp", pins.dp), ("sp", sp if sp > 1 else None), ("tp", pins.tp))
+        named = (("pp", pins.pp), ("dp", pins.dp), ("sp", sp if sp > 1 else None), ("tp", pins.tp))
         given = " ".join(f"{k}={v}" for k, v in named if v is not None)
         legal = ", ".join(_places(ranks, sp))
-        raise AutoparError(f"pins: {given} makes {_n(dp * sp * tp, 'rank')}, there are {ranks}. Legal: {legal}.")
-    count = pins.microbatches or 1
+        more = f" with pp={pp}" if pp > 1 else ""
+        made = _n(pp * dp * sp * tp, "rank")
+        raise AutoparError(f"pins: {given} makes {made}, there are {whole}. Legal{more}: {legal}.")
+    count = pins.microbatches or (size_of(words)[1] if words else 1)
     rows = _divide_batch(batch, ranks, dp, sp, count) if batch is not None else ()
-    return ResolvedPins(dp, sp, tp, pins.zero or 0, count, rows, pins)
+    return ResolvedPins(dp, sp, tp, pins.zero or 0, count, rows, pins, pp, virtual=virtual, words=words)
+
+
+def _pipeline(pins: Pins, ranks: int) -> tuple[int, Words]:
+    """Chunks of each rank of the pipeline, and the user's own schedule. Raises AutoparError for pins of a pipeline that
+    do not go together."""
+    pp = pins.pp or 1
+    if ranks % pp:
+        legal = ", ".join(f"pp={d}" for d in divisors(ranks))
+        raise AutoparError(f"pins: pp={pp} does not divide {_n(ranks, 'rank')}. Legal: {legal}.")
+    if pp == 1:
+        for key, value in (("schedule", pins.schedule), ("vp", pins.vp), ("cut", pins.cut)):
+            if value not in (None, (), 1):
+                raise AutoparError(f"pin {key}={_word(value)}: needs stages of a pipeline. Pin pp=2 or more.")
+        return 1, ()
+    words = read_words(pins.schedule) if pins.schedule is not None and pins.schedule.endswith(OWN) else ()
+    virtual = pins.vp or 1
+    if words:
+        virtual = _own_chunks(pins, words, pp)
+    elif pins.schedule == "interleaved" and virtual == 1:
+        raise AutoparError("pin schedule=interleaved: needs several stages a rank. Pin vp=2 or more, or schedule=1f1b.")
+    elif virtual > 1 and pins.schedule not in (None, "interleaved"):
+        raise AutoparError(
+            f"pin vp={virtual}: schedule={pins.schedule} has one stage a rank. Pin schedule=interleaved."
+        )
+    if pins.cut and len(pins.cut) != pp * virtual - 1:
+        need = f"pp={pp}{f' vp={virtual}' if virtual > 1 else ''} needs {_n(pp * virtual - 1, 'module')}"
+        raise AutoparError(f"pin cut={_word(pins.cut)}: names {_n(len(pins.cut), 'module')}, {need}.")
+    return virtual, words
+
+
+def _own_chunks(pins: Pins, words: Words, pp: int) -> int:
+    """Chunks of each rank in a user's own schedule, which must be for these pins."""
+    chunks, count = size_of(words)
+    pinned = (("pp", pp, len(words), "ranks"), ("vp", pins.vp, chunks, "chunks a rank"))
+    for key, value, has, what in (*pinned, ("microbatches", pins.microbatches, count, "microbatches")):
+        if value is not None and value != has:
+            raise AutoparError(f"pin {key}={value}: the order in {pins.schedule} has {has} {what}. Pin {key}={has}.")
+    return chunks
 
 
 def _places(ranks: int, sp: int, batch: int = 0) -> list[str]:
@@ -261,8 +316,10 @@ def _split(pairs: Iterable[str]) -> Iterable[tuple[str, str]]:
 
 def _value(key: str, value: Any) -> Any:
     if key in WORDS:
-        if value not in WORDS[key]:
-            raise AutoparError(f"pin {key}={value}: not a legal value. Legal: {', '.join(WORDS[key])}.")
+        own = key == "schedule" and isinstance(value, str) and value.endswith(OWN)
+        if value not in WORDS[key] and not own:
+            more = f", or a file of your own (its name ends in {OWN})" if key == "schedule" else ""
+            raise AutoparError(f"pin {key}={value}: not a legal value. Legal: {', '.join(WORDS[key])}{more}.")
         return value
     if key == "cut":
         names = value.split(",") if isinstance(value, str) else value

@@ -52,7 +52,10 @@ def test_every_reserved_key_parses():
         ("microbatches=0", "pin microbatches=0: not a legal value."),
         ("sp=1", "pin sp=1: not a legal value. Legal: true, false, or an integer of at least 2."),
         ("recompute=some", "pin recompute=some: not a legal value. Legal: none, selective, full."),
-        ("schedule=2f2b", "Legal: gpipe, 1f1b, interleaved, zero_bubble."),
+        (
+            "schedule=2f2b",
+            "Legal: gpipe, 1f1b, interleaved, zero_bubble, or a file of your own (its name ends in .json).",
+        ),
         ("param_dtype=float32", "Legal: fp32, bf16, fp16."),
         ("layout.fc1.weight=S0", "is not AXIS:LAYOUT."),
         ("layout.fc1.weight=tp:Q", "is not AXIS:LAYOUT."),
@@ -80,17 +83,7 @@ def test_a_key_given_twice():
         Pins.parse(["tp=2", "tp=4"])
 
 
-@pytest.mark.parametrize(
-    "pin",
-    [
-        "pp=2",
-        "cp=2",
-        "ep=2",
-        "schedule=1f1b",
-        "vp=2",
-        "cut=h.4",
-    ],
-)
+@pytest.mark.parametrize("pin", ["cp=2", "ep=2"])
 def test_reserved_but_not_supported_yet(pin):
     with pytest.raises(AutoparError, match=f"^pin {pin}: not supported yet .* later release"):
         resolve(Pins.parse([pin]), ranks=4, batch=8)
@@ -165,6 +158,55 @@ def test_what_does_not_fit(pins, ranks, batch, message):
     with pytest.raises(AutoparError) as error:
         resolve(Pins.parse(pins), ranks, batch)
     assert message in str(error.value)
+
+
+def test_the_stages_of_a_pipeline_share_the_ranks():
+    found = resolve(Pins.parse("pp=2 tp=2"), 8, 8)
+    assert (found.pp, found.dp, found.tp, found.ranks, found.schedule, found.virtual) == (2, 2, 2, 8, "1f1b", 1)
+    assert found.axes() == (("dp", 2), ("tp", 2))  # of one stage
+    assert found.one_line() == "pp=2 dp=2 tp=2 zero=0 microbatches=1 schedule=1f1b"
+    found = resolve(Pins.parse("pp=2 vp=2 cut=h.1,h.2,h.3 microbatches=4"), 2, 8)
+    assert (found.schedule, found.virtual, found.dp, found.axes()) == ("interleaved", 2, 1, ())
+    assert resolve(Pins.parse("pp=2 schedule=zero_bubble"), 2).schedule == "zero_bubble"
+    assert resolve(Pins(), 2).schedule == "accumulate"
+
+
+@pytest.mark.parametrize(
+    ("pins", "ranks", "message"),
+    [
+        ("pp=3", 4, "pins: pp=3 does not divide 4 ranks. Legal: pp=1, pp=2, pp=4."),
+        ("pp=2 tp=4", 4, "pins: tp=4 does not divide 2 ranks of a stage (pp=2 of 4). Legal: tp=1, tp=2."),
+        ("pp=2 dp=4", 4, "pins: pp=2 dp=4 makes 8 ranks, there are 4. Legal with pp=2: dp=2 tp=1, dp=1 tp=2."),
+        ("pp=2 dp=2 tp=2", 16, "pins: pp=2 dp=2 tp=2 makes 8 ranks, there are 16."),
+        ("schedule=gpipe", 4, "pin schedule=gpipe: needs stages of a pipeline. Pin pp=2 or more."),
+        ("vp=2 pp=1", 4, "pin vp=2: needs stages of a pipeline."),
+        ("cut=h.2", 4, "pin cut=h.2: needs stages of a pipeline."),
+        ("pp=2 schedule=interleaved", 4, "pin schedule=interleaved: needs several stages a rank. Pin vp=2 or more,"),
+        ("pp=2 vp=2 schedule=gpipe", 4, "pin vp=2: schedule=gpipe has one stage a rank. Pin schedule=interleaved."),
+        ("pp=2 cut=h.2,h.4", 4, "pin cut=h.2,h.4: names 2 modules, pp=2 needs 1 module."),
+        ("pp=2 vp=2 cut=h.2", 4, "pin cut=h.2: names 1 module, pp=2 vp=2 needs 3 modules."),
+        ("pp=2 schedule=/no/such.json", 4, "schedule: no such file: /no/such.json."),
+    ],
+)
+def test_pins_of_a_pipeline_that_do_not_go_together(pins, ranks, message):
+    with pytest.raises(AutoparError) as error:
+        resolve(Pins.parse(pins), ranks, 16)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_schedule_of_the_users_own(tmp_path):
+    file = tmp_path / "order.json"
+    file.write_text('[["F0.0", "F0.1", "B0.0", "B0.1"], ["F0.0", "B0.0", "F0.1", "B0.1"]]')
+    found = resolve(Pins.parse(["pp=2", f"schedule={file}"]), 2, 4)
+    assert (found.schedule, found.virtual, found.microbatches, found.rows) == ("custom", 1, 2, (2, 2))
+    assert found.words[1] == ("F0.0", "B0.0", "F0.1", "B0.1")
+    for pin, message in (("microbatches=4", "has 2 microbatches. Pin"), ("vp=2", "has 1 chunks"), ("pp=4", "2 ranks")):
+        with pytest.raises(AutoparError, match=message):
+            resolve(Pins.parse({"pp": 2, "schedule": str(file)} | dict([pin.split("=")])), 4, 8)
+    for text, message in (('{"F": 1}', "is no order of a pipeline"), ('[["F0"], ["F0.0"]]', "'F0' is no action")):
+        file.write_text(text)
+        with pytest.raises(AutoparError, match=message):
+            resolve(Pins.parse(["pp=2", f"schedule={file}"]), 2, 4)
 
 
 def test_microbatch_rows():

@@ -8,12 +8,15 @@ import math
 import re
 from typing import TYPE_CHECKING
 
+from autopar.errors import AutoparError
+from autopar.orders import check_order
 from autopar.schema import fail, nearest
 
 if TYPE_CHECKING:
     from autopar.plan import Op, Plan
 
 DISPLAY_NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep", "idle")  # torchtitan's; of an axis without work
+PIPELINES = ("gpipe", "1f1b", "interleaved", "zero_bubble", "custom")  # schedules of several stages
 ROUNDING = 1e-6  # what a bound may be above the objective that it meets
 WIRES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "copy")
 CAST = ("fp64", "fp32", "bf16", "fp16")  # what mixed precision casts
@@ -26,6 +29,7 @@ CHOICES = "I, R, factor:<name>, factor:<name>(4+2+2), factor:<name>/3, linear:<i
 
 def check(plan: Plan, where: str) -> None:
     """Raises AutoparError, naming ``where`` and the JSON path, for the first thing that is wrong."""
+    _check_schedule(plan, where)
     _check_axes(plan, where)
     _check_classes(plan, where)
     _check_units(plan, where)
@@ -120,6 +124,35 @@ def _check_units(plan: Plan, where: str) -> None:
         begin = plan.stages[s - 1].last if s else 0
         if stage.first != begin or not begin <= stage.last <= len(plan.units):
             raise fail(where, f"$.stages[{s}]", f"[{stage.first}, {stage.last}) does not continue at unit {begin}.")
+        if stage.last == begin and len(plan.stages) > 1:
+            raise fail(where, f"$.stages[{s}]", f"[{stage.first}, {stage.last}) has no unit. Legal: one or more.")
+    if plan.stages and plan.stages[-1].last != len(plan.units):
+        last, units = plan.stages[-1].last, len(plan.units)
+        raise fail(where, f"$.stages[{len(plan.stages) - 1}].last", f"{last} leaves units out. Legal: {units}.")
+
+
+def _check_schedule(plan: Plan, where: str) -> None:
+    """A schedule goes with the number of stages, and a user's own can run."""
+    schedule, stages = plan.schedule, max(1, len(plan.stages))
+    name, virtual, path = schedule.name, schedule.virtual, "$.schedule"
+    if virtual < 1 or stages % virtual:
+        raise fail(where, f"{path}.virtual", f"{virtual} does not divide {stages} stages. Legal: a divisor.")
+    if (name == "accumulate") != (stages == 1):
+        legal = '"accumulate"' if stages == 1 else ", ".join(f'"{n}"' for n in PIPELINES)
+        raise fail(where, f"{path}.name", f"{json.dumps(name)} is not legal for {stages} stages. Legal: {legal}.")
+    if plan.pp == 1 and stages > 1:
+        raise fail(where, f"{path}.virtual", f"{virtual} leaves all stages to one rank. Legal: at most {stages // 2}.")
+    if (virtual > 1) != (name == "interleaved") and name != "custom":
+        legal = "2 or more" if name == "interleaved" else "1"
+        raise fail(where, f"{path}.virtual", f"{virtual} is not legal for {json.dumps(name)}. Legal: {legal}.")
+    if bool(schedule.words) != (name == "custom"):
+        legal = "the order of every rank" if name == "custom" else 'nothing but for "custom"'
+        raise fail(where, f"{path}.words", f"does not go with {json.dumps(name)}. Legal: {legal}.")
+    if schedule.words:
+        try:
+            check_order(plan.orders(), plan.pp, plan.microbatches, virtual)
+        except AutoparError as error:
+            raise fail(where, f"{path}.words", str(error)) from None
 
 
 def _check_parameters(plan: Plan, where: str) -> None:
@@ -167,7 +200,7 @@ def _check_layout(text: str, axes: int, ndim: int | None, where: str, path: str)
 
 
 def _check_prediction(plan: Plan, where: str) -> None:
-    predicted, names = plan.predicted, [a.name for a in plan.axes]
+    predicted, names = plan.predicted, [*(a.name for a in plan.axes), *["pp"] * (plan.pp > 1)]
     figures: dict[str, float | None] = {"step_time_s": predicted.step_time_s, "peak_mem_gib": predicted.peak_mem_gib}
     figures |= {f"parts.{key}": value for key, value in predicted.parts.items()}
     for i, c in enumerate(predicted.collectives):

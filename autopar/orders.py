@@ -12,11 +12,13 @@ backward, or parted I input and W weight gradients), the chunk of that rank, and
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 
 from autopar.errors import AutoparError
 from autopar.schema import read_file
-from autopar.solver.simulate.actions import Action, Schedule
+from autopar.solver.simulate.actions import Action, Schedule, in_order
 from autopar.solver.simulate.schedules import schedule
 
 Words = tuple[tuple[str, ...], ...]
@@ -68,3 +70,26 @@ def size_of(words: Sequence[Sequence[str]]) -> tuple[int, int]:
     """(chunks of a rank, microbatches) of a user's own order."""
     found = [action(text) for rank in words for text in rank]
     return 1 + max(chunk for _, chunk, _ in found), 1 + max(microbatch for _, _, microbatch in found)
+
+
+def check_order(orders: Schedule, ranks: int, microbatches: int, virtual: int) -> None:
+    """Raises AutoparError, naming rank and action, where an order misses or repeats an action, or gets stuck."""
+    if len(orders) != ranks:
+        raise AutoparError(f"schedule: has {len(orders)} ranks, the pipeline has {ranks}.")
+    for rank, listed in enumerate(orders):
+        seen = Counter(listed)
+        if again := next((a for a, n in seen.items() if n > 1), None):
+            raise AutoparError(f"schedule: rank {rank} runs {word(again)} twice. Keep one of them.")
+        for chunk, m in product(range(virtual), range(microbatches)):
+            letters = "".join(letter for letter in "FBIW" if seen.pop((letter, chunk, m), 0))
+            if letters not in ("FB", "FIW"):
+                has = ", ".join(word((letter, chunk, m)) for letter in letters) or "nothing"
+                raise AutoparError(
+                    f"schedule: rank {rank} has {has} of chunk {chunk}, microbatch {m}. Legal: F and B, or F, I and W."
+                )
+        if left := next(iter(seen), None):
+            raise AutoparError(
+                f"schedule: rank {rank} runs {word(left)}, there are {virtual} chunks and {microbatches} microbatches."
+            )
+    for _ in in_order(orders):
+        pass

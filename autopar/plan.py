@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.check_plan import CHOICE, CHOICES, check
 from autopar.errors import AutoparError
+from autopar.orders import actions
 from autopar.schema import fail, read, read_file, write
 
 if TYPE_CHECKING:
@@ -122,7 +123,8 @@ class Unit:
 
 @dataclass(frozen=True)
 class Stage:
-    """Units of one pipeline stage, as a half-open range ``[first, last)``."""
+    """Units of one pipeline stage, as a half-open range ``[first, last)``. Stage ``c * pp + r`` is chunk ``c`` of rank
+    ``r`` of the pipeline."""
 
     first: int
     last: int
@@ -130,10 +132,14 @@ class Stage:
 
 @dataclass(frozen=True)
 class Schedule:
-    """``accumulate``: forward and backward of each microbatch in turn, on one stage."""
+    """In which order a rank runs the microbatches of its ``virtual`` stages (chunks). ``accumulate``: forward and
+    backward of each microbatch in turn, on one stage; ``custom``: as ``words`` list them for each rank of the pipeline
+    (`autopar.orders`). ``tier``: the slowest link between stages."""
 
-    name: Literal["accumulate", "gpipe", "1f1b", "interleaved", "zero_bubble"] = "accumulate"
+    name: Literal["accumulate", "gpipe", "1f1b", "interleaved", "zero_bubble", "custom"] = "accumulate"
     virtual: int = 1
+    words: tuple[tuple[str, ...], ...] = ()
+    tier: str = ""
 
 
 @dataclass(frozen=True)
@@ -279,8 +285,9 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Plan:
-    """A plan; see the module. ``batch``: rows of the global batch; ``inputs``: the layout in which each input (and what
-    the prologue made) is read; ``pins``: what the user fixed, as typed.
+    """A plan; see the module. ``axes``: those of one stage's ranks, which stand side by side; ranks of the pipeline are
+    as many ranks apart as a stage has. ``batch``: rows of the global batch; ``inputs``: the layout in which each input
+    (and what the prologue made) is read; ``pins``: what the user fixed, as typed.
 
     Raises AutoparError, in `load` and `loads`, with the JSON path and the legal values.
     """
@@ -312,7 +319,22 @@ class Plan:
 
     @property
     def ranks(self) -> int:
+        return self.stage_ranks * self.pp
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one stage."""
         return math.prod(a.size for a in self.axes if not a.is_time)
+
+    @property
+    def pp(self) -> int:
+        """Ranks of the pipeline; 1 where there is none."""
+        return max(1, len(self.stages) // max(1, self.schedule.virtual))
+
+    def orders(self) -> list[list[tuple[str, int, int]]]:
+        """For each rank of the pipeline its actions in order: letter, chunk, microbatch."""
+        schedule = self.schedule
+        return actions(schedule.name, self.pp, self.microbatches, schedule.virtual, schedule.words)
 
     @property
     def zero(self) -> int:
@@ -343,11 +365,12 @@ class Plan:
 
     def one_line(self) -> str:
         """``dp=2 tp=2 zero=3 microbatches=3 on 4 ranks``: axes, then what is not the default."""
-        words = [f"{a.name}={a.size}" for a in self.axes if not a.is_time]
+        words = [f"pp={self.pp}"] * (self.pp > 1) + [f"{a.name}={a.size}" for a in self.axes if not a.is_time]
         words += [f"zero={self.zero}"] * (self.zero > 0) + [f"microbatches={self.microbatches}"] * (
             self.microbatches > 1
         )
         words += [f"schedule={self.schedule.name}"] * (self.schedule.name != "accumulate")
+        words += [f"vp={self.schedule.virtual}"] * (self.schedule.virtual > 1)
         words += [f"recompute={self.recompute}"] * (self.recompute != "none")
         words += [f"{key}={word}" for key, word in write(self.precision).items() if word is not None]
         return f"{' '.join(words) or 'dp=1'} on {self.ranks} rank{'s' * (self.ranks != 1)}"

@@ -182,7 +182,7 @@ COMMANDS = {
         f"verify {MLP} --ranks 2 --pin schedule=x",
         "Legal: gpipe, 1f1b, interleaved, zero_bubble",
     ),
-    "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin pp=2", "pin pp=2: not supported yet"),
+    "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin cp=2", "pin cp=2: not supported yet"),
     "a sequence over no axis": (f"verify {MLP} --ranks 2 --pin sp=true", "pin sp=true: needs tensor ranks"),
     "more ranks along the sequence than there are": (
         f"verify {MLP} --ranks 2 --pin tp=2 --pin sp=2",

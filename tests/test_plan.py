@@ -97,6 +97,19 @@ def _plan():
     )
 
 
+def _pipelined(name="1f1b", virtual=1, words=()):
+    plan, stages = _plan(), 2 * virtual
+    return replace(
+        plan,
+        cluster=replace(plan.cluster, nodes=2),
+        mesh={"pp": 2, **plan.mesh},
+        units=tuple(Unit(f"h.{i}", 0) for i in range(stages)),
+        stages=tuple(Stage(i, i + 1) for i in range(stages)),
+        schedule=Schedule(name, virtual, words, "network"),
+        predicted=replace(plan.predicted, collectives=(Collective("send", "pp", 3, 4096, "forward"),)),
+    )
+
+
 def test_round_trip_and_bytes(tmp_path):
     plan = _plan()
     plan.save(tmp_path / "plan.json")
@@ -126,6 +139,86 @@ def test_the_word_of_recomputation_is_that_of_all_units():
     assert again.recompute == "mixed" and again.classes[0].recompute == "selective"
 
 
+def test_pipelines():
+    plan = _pipelined()
+    assert (plan.pp, plan.ranks, plan.stage_ranks) == (2, 8, 4) and loads(plan.dumps()) == plan
+    assert plan.orders()[1] == [(letter, 0, m) for m in range(3) for letter in "FB"]
+    wide = _pipelined("interleaved", 2)
+    assert (wide.pp, len(wide.stages)) == (2, 4) and "vp=2" in wide.one_line() and loads(wide.dumps()) == wide
+    assert {chunk for _, chunk, _ in wide.orders()[0]} == {0, 1}
+    assert {letter for letter, _, _ in _pipelined("zero_bubble").orders()[0]} == set("FIW")
+    order = tuple(tuple(f"{letter}0.{m}" for letter in "FB" for m in range(3)) for _ in range(2))
+    own = _pipelined("custom", words=order)
+    assert loads(own.dumps()) == own and own.orders() == _pipelined("gpipe").orders()
+    assert Plan(ModelId("sha256:0"), microbatches=2).orders() == [[("F", 0, 0), ("B", 0, 0), ("F", 0, 1), ("B", 0, 1)]]
+
+
+ORDER = [["F0.0", "B0.0", "F0.1", "B0.1", "F0.2", "B0.2"]] * 2
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (
+            ["schedule", "name"],
+            "accumulate",
+            '$.schedule.name: "accumulate" is not legal for 2 stages. Legal: "gpipe",',
+        ),
+        (["schedule", "virtual"], 2, "$.schedule.virtual: 2 leaves all stages to one rank. Legal: at most 1."),
+        (["schedule", "virtual"], 3, "$.schedule.virtual: 3 does not divide 2 stages."),
+        (
+            ["schedule", "name"],
+            "interleaved",
+            '$.schedule.virtual: 1 is not legal for "interleaved". Legal: 2 or more.',
+        ),
+        (
+            ["schedule", "name"],
+            "custom",
+            '$.schedule.words: does not go with "custom". Legal: the order of every rank.',
+        ),
+        (["schedule", "words"], ORDER, '$.schedule.words: does not go with "1f1b".'),
+        (["stages", 1, "last"], 1, "$.stages[1]: [1, 1) has no unit. Legal: one or more."),
+        (["stages", 0, "last"], 0, "$.stages[0]: [0, 0) has no unit."),
+        (["stages"], [{"first": 0, "last": 1}], '$.schedule.name: "1f1b" is not legal for 1 stages'),
+        (["mesh"], {"dp_shard": 2, "tp": 2}, "$.mesh: makes 4 ranks, the axes make 8."),
+        (["cluster", "nodes"], 1, "$.axes: make 8 ranks, the cluster has 4."),
+    ],
+)
+def test_pipelines_that_are_none(path, value, message):
+    data = _pipelined().to_json()
+    at = data
+    for key in path[:-1]:
+        at = at[key]
+    at[path[-1]] = value
+    if path == ["stages"]:
+        data["units"], data["mesh"] = data["units"][:1], {"tp": 4}
+    with pytest.raises(AutoparError) as error:
+        from_json(data)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ((1, 5, "B0.1"), "rank 1 runs B0.1 twice"),
+        ((0, 5, "W0.2"), "rank 0 has F0.2, W0.2 of chunk 0, microbatch 2. Legal: F and B, or F, I and W."),
+        ((1, 0, "B0.0"), "rank 1 runs B0.0 twice"),
+        ((0, 1, "F1.0"), "rank 0 has F0.0 of chunk 0, microbatch 0."),
+        ((0, 5, "X0.2"), "'X0.2' is no action."),
+    ],
+)
+def test_orders_of_the_users_own_that_cannot_run(change, message):
+    rank, place, word = change
+    words = [list(r) for r in ORDER]
+    words[rank][place] = word
+    with pytest.raises(AutoparError) as error:
+        loads(_pipelined("custom", words=tuple(map(tuple, words))).dumps())
+    assert message in str(error.value) and "$.schedule.words" in str(error.value)
+    stuck = (("B0.0", "F0.0", *ORDER[0][2:]), ORDER[1])
+    with pytest.raises(AutoparError, match="rank 0 waits for ever to run B of chunk 0"):
+        loads(_pipelined("custom", words=tuple(map(tuple, stuck))).dumps())
+
+
 def test_the_smallest_plan():
     plan = Plan(ModelId("sha256:0"))
     assert loads(plan.dumps()) == plan and plan.ranks == 1 and plan.one_line() == "dp=1 on 1 rank"
@@ -134,7 +227,8 @@ def test_the_smallest_plan():
 def test_one_line():
     plan = _plan()
     assert plan.one_line() == "dp=2 tp=2 zero=3 microbatches=3 on 4 ranks"
-    assert "schedule=1f1b" in replace(plan, schedule=Schedule("1f1b")).one_line()
+    plan = _pipelined()
+    assert plan.one_line() == "pp=2 dp=2 tp=2 zero=3 microbatches=3 schedule=1f1b on 8 ranks"
 
 
 @pytest.mark.parametrize(

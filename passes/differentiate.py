@@ -315,9 +315,9 @@ class _Cut:
         again, kept = self._backward([joint.grads[i] for i in grads])
         saved = sorted((n for n in kept if n.op != "placeholder"), key=self.place.__getitem__)
         keeps = tuple(i for i, n in enumerate(joint.args) if n in kept)
-        roots = {_root(n): i for i, n in reversed(list(enumerate(joint.outputs)))}
+        roots = {root_of(n): i for i, n in reversed(list(enumerate(joint.outputs)))}
         names = [n.name for n in self.unit.graph.graph.find_nodes(op="placeholder")]
-        forward = _graph(
+        forward = copied(
             list(zip(joint.args, names, strict=True)),
             self._closure([*joint.outputs, *saved]),
             (*joint.outputs, *saved),
@@ -330,12 +330,12 @@ class _Cut:
         made = [joint.grads[i] for i in grads]
         return Differentiated(
             forward,
-            _graph(holders, again, tuple(made)),
+            copied(holders, again, tuple(made)),
             keeps,
             tuple(Saved(fqn_of(n), _op(n), tuple(_val(n).shape), _val(n).dtype, roots.get(n)) for n in saved),
             tangents,
             grads,
-            tuple(_is_fresh(n, made) for n in made),
+            tuple(is_fresh(n, made) for n in made),
         )
 
     def _closure(self, wanted: Sequence[fx.Node]) -> list[fx.Node]:
@@ -371,9 +371,10 @@ class _Cut:
         return order, kept
 
 
-def _graph(
+def copied(
     holders: Sequence[tuple[fx.Node, str]], nodes: Collection[fx.Node], ends: tuple[fx.Node, ...]
 ) -> fx.GraphModule:
+    """A graph that takes ``holders``, by the names given, runs copies of ``nodes`` and returns ``ends``."""
     graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     words = set[str]()
@@ -430,7 +431,7 @@ def is_view(node: fx.Node) -> bool:
     return all(int(v.untyped_storage()._cdata) in read for v in made)
 
 
-def _root(node: fx.Node) -> fx.Node:
+def root_of(node: fx.Node) -> fx.Node:
     """The node in whose memory a tensor lies, or may lie."""
     while node.op == "call_function":
         if is_getitem(node):
@@ -450,12 +451,13 @@ def _root(node: fx.Node) -> fx.Node:
     return node
 
 
-def _is_fresh(node: fx.Node, made: Sequence[fx.Node]) -> bool:
-    root = _root(node)
-    alone = sum(_root(n) is root for n in made) == 1
+def is_fresh(node: fx.Node, made: Sequence[fx.Node]) -> bool:
+    """Whether the memory of a result is its own, and dense, when a graph returns ``made``."""
+    root = root_of(node)
+    alone = sum(root_of(n) is root for n in made) == 1
     return (
         root.op == "call_function" and alone and torch._prims_common.is_non_overlapping_and_dense_or_false(_val(node))
     )
 
 
-__all__ = ["Differentiated", "Saved", "Untraceable", "differentiate", "is_view"]
+__all__ = ["Differentiated", "Saved", "Untraceable", "copied", "differentiate", "is_fresh", "is_view", "root_of"]

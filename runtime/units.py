@@ -2,7 +2,8 @@
 
 An *explicit* unit calls the two graphs that `differentiate` made of its class. Where a class cannot be traced, autograd
 runs its forward graph instead and keeps what it needs; `Fallback` says where and why. Either way a unit holds no
-parameter from forward to backward: it is given those again that it `reads`.
+parameter from forward to backward: it is given those again that it `reads`. Backward is one call, or two: `inputs`, and
+some time later `weights`, whose graphs are made when they are first asked for.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, fx
 from torch.fx.graph import _BoxedCodeGen
 
 from autopar.passes.differentiate import Untraceable, differentiate
+from autopar.passes.split_backward import Part, Parted, split_backward
 
 if TYPE_CHECKING:
     from autopar.passes.differentiate import Differentiated
@@ -72,6 +74,31 @@ class Unit:
         all three."""
         raise NotImplementedError
 
+    @property
+    def input_reads(self) -> tuple[int, ...]:
+        """The arguments that `inputs` is given again: some of ``reads``, with all values among them."""
+        return self.reads
+
+    @property
+    def weight_reads(self) -> tuple[int, ...]:
+        """The arguments that `weights` is given again, none of them a value."""
+        return ()
+
+    def inputs(self, read: list[Any], held: Any, tangents: list[Tensor]) -> tuple[list[Gradient], Any]:
+        """The first part of `backward`: the gradients of arguments that are no parameters, and what to carry to
+        `weights`. This unit makes all at once. Empties all three."""
+        found = self.backward(read, held, tangents)
+        mine, carried = list[Gradient](), list[Gradient]()
+        for gradient in found:
+            (carried if self.kind.kinds[gradient.arg] == "parameter" else mine).append(gradient)
+        return mine, carried
+
+    def weights(self, read: list[Any], carried: Any) -> list[Gradient]:
+        """The second part: the gradients of parameters. Empties both."""
+        made = list(carried)
+        carried.clear()
+        return made
+
 
 def boxed(gm: fx.GraphModule) -> fx.GraphModule:
     """The same graph, called with one list of its arguments, which it empties."""
@@ -102,17 +129,59 @@ class Explicit(Unit):
         assert self.made.backward is not None
         return boxed(self.made.backward)
 
+    @cached_property
+    def _parted(self) -> Parted:
+        return split_backward(self.made, self.kind.kinds)
+
+    @cached_property
+    def _inputs(self) -> fx.GraphModule | None:
+        return boxed(self._parted.inputs.graph) if self._parted.inputs else None
+
+    @cached_property
+    def _weights(self) -> fx.GraphModule | None:
+        return boxed(self._parted.weights.graph) if self._parted.weights else None
+
+    @property
+    def input_reads(self) -> tuple[int, ...]:
+        return self._parted.held
+
+    @property
+    def weight_reads(self) -> tuple[int, ...]:
+        return self._parted.weights.reads if self._parted.weights else ()
+
     def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
         made = self._forward(args)
         return made[: self.outputs], list(made[self.outputs :])
 
     def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
+        return _gradients(self.made, self._backward(self._given(read, held, tangents)))
+
+    def inputs(self, read: list[Any], held: Any, tangents: list[Tensor]) -> tuple[list[Gradient], Any]:
+        given = self._given(read, held, tangents)
+        if self._inputs is None:
+            return [], given
+        made, part = self._inputs(given), self._parted.inputs
+        assert part is not None
+        n = len(part.grads)
+        return _gradients(part, made[:n]), list(made[n:])
+
+    def weights(self, read: list[Any], carried: Any) -> list[Gradient]:
+        given = [*read, *carried]
+        read.clear()
+        carried.clear()
+        part = self._parted.weights
+        return [] if self._weights is None or part is None else _gradients(part, self._weights(given))
+
+    def _given(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Any]:
+        """What a graph of backward is called with."""
         given = [*read, *held, *(laid_out(g, strides) for g, strides in zip(tangents, self.strides, strict=True))]
         for emptied in (read, held, tangents):
             emptied.clear()
-        gradients = self._backward(given)
-        of = zip(self.made.grads, gradients, self.made.fresh, strict=True)
-        return [Gradient(arg, g, fresh) for arg, g, fresh in of if g is not None]
+        return given
+
+
+def _gradients(of: Differentiated | Part, made: Sequence[Tensor | None]) -> list[Gradient]:
+    return [Gradient(arg, g, fresh) for arg, g, fresh in zip(of.grads, made, of.fresh, strict=True) if g is not None]
 
 
 def laid_out(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -13,6 +13,7 @@ Clusters are JSON files (``autopar/clusters/*.json``, or the user's own); SI uni
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -88,6 +89,28 @@ class Cluster:
         """Latency in seconds and bus bandwidth in bytes/s of a collective (one of `KINDS`) over an axis: the line of
         `network`."""
         return self._network.line(kind, size, stride)
+
+    def part(self, ranks: int) -> Cluster:
+        """The cluster of ``ranks`` of its ranks that stand side by side, as one stage of a pipeline has them: whole
+        nodes, or a part of one. Raises AutoparError where they would straddle two nodes."""
+        if ranks % self.ranks_per_node == 0 and self.ranks % ranks == 0:
+            return replace(self, nodes=ranks // self.ranks_per_node)
+        if self.ranks_per_node % ranks == 0:
+            return replace(self, nodes=1, ranks_per_node=ranks)
+        each = self.ranks_per_node
+        fit = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0 and (n % each == 0 or each % n == 0)]
+        legal = ", ".join(f"pp={self.ranks // n}" for n in reversed(fit))
+        raise AutoparError(
+            f"cluster {self.name}: a stage of {ranks} ranks would straddle nodes of {each}. Legal: {legal}."
+        )
+
+    def with_memory(self, nbytes: int) -> Cluster:
+        """With so many bytes of live tensors in the `limit` of a rank."""
+        reserved, source = self.chip.reserved, f"given: room for {nbytes} bytes of live tensors"
+        whole = nbytes
+        if reserved is not None:
+            whole = math.ceil(nbytes * (1 + reserved.fragmentation.value) + reserved.context.value)
+        return replace(self, chip=replace(self.chip, memory=Figure(whole, source)))
 
     def with_fabric(self, gbps_per_node: float) -> Cluster:
         """With NICs of ``gbps_per_node`` Gbit/s a node in all: every rank's share of the outermost tier, and what its

@@ -5,6 +5,7 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -319,3 +320,18 @@ def test_local_errors():
 def test_pins_plan_and_cluster_do_not_import_torch():
     code = "import sys, autopar.pins, autopar.plan, autopar.cluster; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_the_part_of_one_stage():
+    cluster = Cluster.load("h100-dgx", nodes=4)
+    found = [(part.nodes, part.ranks_per_node) for part in map(cluster.part, (32, 16, 8, 4, 1))]
+    assert found == [(4, 8), (2, 8), (1, 8), (1, 4), (1, 1)]
+    assert cluster.part(4).tier_of(4, 1).name == "nvlink" and cluster.part(16).tier_of(2, 8).name == "network"
+    with pytest.raises(AutoparError, match=r"a stage of 12 ranks would straddle nodes of 8. Legal: pp=1, pp=3, pp=6,"):
+        replace(cluster, nodes=3).part(12)
+    assert Cluster.local(6).part(3).ranks == 3
+
+
+def test_more_memory_is_that_many_bytes_of_tensors():
+    for cluster in (Cluster.load("h100-dgx"), Cluster.local(2)):
+        assert abs(cluster.with_memory(12345678901).limit - 12345678901) <= 1

@@ -25,7 +25,8 @@ from autopar.passes.facts import KEY, Choice, Dtypes, Strategy, annotate, fact, 
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.loss_stays_wide import LOSS_DTYPE
-from autopar.passes.lower import Lowerable
+from autopar.passes.cut_stages import cut_stages
+from autopar.passes.lower import Local, Lowerable, ParameterUse, lower, output_uses, parameter_uses, with_changes
 from autopar.passes.roles import Limit, divides_nothing, limits_of, shares_nothing
 from autopar.passes.sequence import DIVIDE, Along, along_sequence, cuts_nothing
 from autopar.passes.split_prologue import copy_graph, split_prologue
@@ -34,6 +35,8 @@ from autopar.passes.units import core_ops, cut_units
 from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
 from autopar.plan import Op, Plan, Predicted, Whole, choice_from_text, choice_to_text
 from autopar.rests import resting, rests_of
+from autopar.runtime.mesh import Ranks
+from autopar.runtime.stage import Stages
 from autopar.wires import wire_of
 from autopar.write_plan import ops_of, plan_of, strides_of, wire_from_json
 
@@ -276,6 +279,37 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
         prologue = complete_prologue(copy_graph(prepared.prologue), mesh, gm)
     recompute = tuple(plan.classes[unit.kind].recompute for unit in plan.units)
     return replace(lowerable(gm, mesh, prepared, prologue), recompute=recompute)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A model with its changes, as the ranks of a pipeline have it. ``models``: of each stage; ``uses``: of all its
+    parameters; ``holders``: the places along the pipeline where each of them is; ``whole``: the model uncut."""
+
+    models: tuple[Lowerable, ...]
+    uses: tuple[ParameterUse, ...]
+    holders: Mapping[str, tuple[int, ...]]
+    pipeline: Stages | None
+    whole: Lowerable
+
+    def locals(self, ranks: Ranks) -> list[Local]:
+        """The programs of this rank, one for each of its stages."""
+        own = self.models[ranks.stage :: ranks.stages]
+        return [lower(model, ranks.place, ranks.group_names, ranks.device) for model in own]
+
+
+def staged(plan: Plan, prepared: Prepared) -> Staged:
+    """`apply`, with changes and cut into the plan's stages."""
+    whole = with_changes(apply(plan, prepared))
+    uses = parameter_uses(whole)
+    if len(plan.stages) <= 1:
+        return Staged((whole,), uses, {}, None, whole)
+    cut = cut_stages(whole, [(stage.first, stage.last) for stage in plan.stages])
+    holders = {fqn: tuple(sorted({s % plan.pp for s in stages})) for fqn, stages in cut.holders.items()}
+    ties = tuple((fqn, at) for fqn, at in holders.items() if len(at) > 1 and fqn in cut.reached)
+    outputs = tuple(zip(output_uses(whole), cut.outputs, strict=True))
+    pipeline = Stages(plan.orders(), cut.crossings, cut.crossed, outputs, tuple(cut.updates.items()), ties)
+    return Staged(cut.models, uses, holders, pipeline, whole)
 
 
 def lowerable(gm: fx.GraphModule, mesh: Mesh, prepared: Prepared, prologue: fx.GraphModule | None = None) -> Lowerable:

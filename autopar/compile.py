@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 
-from autopar.build import Prepared, apply, choose, choose_along, plan_mesh, prepare
+from autopar.build import Prepared, choose, choose_along, plan_mesh, prepare, staged
 from autopar.capture import Capture, capture
 from autopar.choosing.plan_training import Planned, plan_training, solves
 from autopar.cluster import Cluster
@@ -24,7 +24,7 @@ from autopar.errors import AutoparError, NothingFits
 from autopar.initialise import Initialised
 from autopar.optimizer_states import Wanted, optimizer_states
 from autopar.passes.layout import Layout
-from autopar.passes.lower import Local, lower, with_changes
+from autopar.passes.lower import Local
 from autopar.pins import Pins, ResolvedPins, resolve
 from autopar.plan import Plan, Precision, loads
 from autopar.predict import predict
@@ -178,22 +178,24 @@ class Parallel(Initialised):
 
     def _emit(self, prepared: Prepared, plan: Plan) -> Program:
         if self._ranks is None:
-            self._ranks = connect(plan_mesh(plan), self._timeout)
+            self._ranks = connect(plan_mesh(plan), self._timeout, plan.pp)
         ranks = self._ranks.for_mesh(plan_mesh(plan))
         ranks = replace(ranks, store=PrefixStore(f"program/{next(_programs)}", ranks.store))
         with naming(ranks, 0):
-            lowerable = with_changes(apply(plan, prepared))
-            emitted = lower(lowerable, ranks.rank, ranks.group_names, ranks.device)
-            empty = next((n for n in emitted.constants if prepared.captured.constants[n].is_meta), None)
+            model = staged(plan, prepared)
+            constants = {name: prepared.captured.constants[name] for name in model.whole.constants}
+            empty = next((name for name, tensor in constants.items() if tensor.is_meta), None)
             if empty is not None:
                 raise AutoparError(
                     f"{empty}: is a tensor on the meta device and neither parameter nor buffer, so nothing gives it a "
                     "value. Make it a buffer, or build the model by autopar.deferred_init."
                 )
             if not self._held:
-                self._adopt(place(self._model[0], emitted.parameters, ranks))
+                self._adopt(place(self._model[0], model.uses, ranks, model.holders))
                 self._rests = rests_of(plan)
-            program = Program(emitted, self._names("step"), ranks, prepared.captured.constants, self._seed)
+            program = Program(
+                model.locals(ranks), self._names("step"), ranks, constants, self._seed, model.pipeline
+            )
             program.steps = self._steps
             return program
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +20,10 @@ from torch.utils._pytree import tree_leaves
 from autopar.passes.lower import Local, ParameterUse
 from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
 from autopar.runtime.program import Batch, Program
+from autopar.runtime.pipeline import Transport
 from autopar.runtime.run import Units, units_of
-from autopar.runtime.weights import Weights, ways_of
+from autopar.runtime.stage import Nobody, Stage, alone
+from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:
     from autopar.capture import Capture
@@ -171,16 +173,18 @@ class _Buffers(nn.Module):
 class _Dry(Program):
     """A program without ranks."""
 
-    def __init__(self, local: Local, units: dict[int, Units], captured: Capture) -> None:
-        self.local, self.mesh = local, local.mesh
+    def __init__(self, local: Local, units: Mapping[int, Units], captured: Capture) -> None:
+        self.mesh, self.at = local.mesh, 0
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
-        self.units, self.ways, self.seed, self.steps = units, ways_of(local, units), 0, 0
+        self.pipeline, self.seed, self.steps = alone(local, len(self.rows)), 0, 0
         self.tensors = _Buffers(
             {n: _like(captured.buffers[n]) for n in dict.fromkeys(local.buffers + local.buffer_updates)}
         )
-        self.constants = [_like(captured.constants[n]) for n in local.constants]
+        constants = [_like(captured.constants[n]) for n in local.constants]
+        self.stages = (Stage(0, local, units, local.prologue, constants),)
         self.rests = {u.fqn: self._rest(u) for u in local.parameters}
         self.unused = [_like(p) for n, p in captured.parameters.items() if n not in self.rests]  # alive all the same
+        self._executors = {}
 
     def _rest(self, use: ParameterUse) -> Tensor:
         shape = use.rest.local_shape(use.shape, self.mesh, self.local.coordinates)
@@ -194,16 +198,19 @@ class _Dry(Program):
     def run(self) -> None:
         """`step`, but for what needs other ranks."""
         settle()
-        batch, weights = self._inputs(), self._weights(train=True)
-        _, updates = self._loop(batch, weights, 1, train=True)
-        for i, gradient in weights.finish().items():
+        (step,) = self._run(self._inputs(), train=True, keep=False)
+        for i, gradient in step.weights.finish().items():
             self.rests[self.local.parameters[i].fqn].grad = gradient
-        self._write(updates)
+        for name, update in zip(step.local.buffer_updates, step.updates, strict=True):
+            self.tensors.get_buffer(name).copy_(update)
 
-    def _weights(self, *, train: bool) -> Weights:
-        uses = self.local.parameters
+    def _weights(self, stage: Stage, letters: Sequence[str], *, train: bool) -> Weights:
+        uses = stage.local.parameters
         rests = [self.rests[u.fqn].detach() for u in uses]
-        return Weights(self.ways, uses, rests, [u.trainable for u in uses], len(self.rows), train=train)
+        return Weights(stage.ways, uses, rests, [u.trainable for u in uses], letters)
+
+    def _transport(self) -> Transport:
+        return Nobody()
 
     def _inputs(self) -> Batch:
         pieces = []

@@ -30,7 +30,7 @@ class Loaded(Placed):
     """
 
     def __init__(self, program: Program, names: nn.Module, inputs: str) -> None:
-        super().__init__(program.ranks.mesh.ranks)
+        super().__init__(program.ranks.count)
         self._program, self._inputs = program, inputs
         self._adopt(names)
 
@@ -87,7 +87,7 @@ def load_program(folder: str | Path, *, inputs: str = "global", timeout: timedel
         read = read_source(path, ranks)
         names = _names(read, ranks)
         constants = {name: read.tensors[f"constant/{name}"] for name in read.local.constants}
-        program = Program(read.local, names, ranks, constants, seed, read.units)
+        program = Program([read.local], names, ranks, constants, seed, units=[read.units])
     return Loaded(program, names, inputs)
 
 

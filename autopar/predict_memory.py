@@ -32,6 +32,7 @@ from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
 from autopar.runtime.program import Batch
 from autopar.runtime.run import Units, units_of
 from autopar.runtime.units import Explicit, Gradient, Unit, laid_out
+from autopar.runtime.stage import Stage, alone
 from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:
@@ -199,13 +200,15 @@ class _Replayed(Dry):
     def __init__(self, local: Local, units: Mapping[int, Units], captured: Capture, ledger: Ledger) -> None:
         super().__init__(local, {rows: _replayed(run, ledger) for rows, run in units.items()}, captured)
         self.ledger = ledger
+        (stage,) = self.stages
         if local.prologue is not None:
             once = _Replay(Unit(UnitClass(local.prologue, (), (), ())), ledger)
-            self.local = replace(local, prologue=once.prologue)  # type: ignore[arg-type]
-        for tensor in (*(self.tensors.get_buffer(name) for name in local.buffers), *self.constants):
+            self.stages = (replace(stage, prologue=once.prologue),)
+        for tensor in (*(self.tensors.get_buffer(name) for name in local.buffers), *stage.constants):
             ledger.give(tensor, "buffers")
         if len(self.rows) > MOST_RUN:
             self.rows = (*self.rows[: MOST_RUN - 1], self.rows[-1])
+            self.pipeline = alone(local, len(self.rows))
         with ledger.of("inputs"):
             self.batch = super()._inputs()
 
@@ -213,27 +216,27 @@ class _Replayed(Dry):
     def run_forward(self) -> None:
         """`forward`, up to its outputs."""
         settle()
-        self._loop(self._inputs(), self._weights(train=False), len(self.local.outputs), train=False)
+        self._run(self._inputs(), train=False, keep=True)
 
     def _inputs(self) -> Batch:
         return self.batch
 
-    def _weights(self, *, train: bool) -> Weights:
-        uses = self.local.parameters
+    def _weights(self, stage: Stage, letters: Sequence[str], *, train: bool) -> Weights:
+        uses = stage.local.parameters
         rests = [self.rests[u.fqn].detach() for u in uses]
         wanted = [u.trainable for u in uses]
-        calls = [call.fqn for call in next(iter(self.units.values())).program.calls]
-        return _Weights(self.ways, uses, rests, wanted, len(self.rows), train=train, ledger=self.ledger, calls=calls)
+        calls = [call.fqn for call in next(iter(stage.units.values())).program.calls]
+        return _Weights(stage.ways, uses, rests, wanted, letters, ledger=self.ledger, calls=calls)
 
 
 class _Weights(Weights):
     """Says whose the storages are that it makes, and whose turn it is."""
 
-    def __init__(self, *args: Any, ledger: Ledger, calls: Sequence[str], train: bool) -> None:
+    def __init__(self, *args: Any, ledger: Ledger, calls: Sequence[str]) -> None:
         self.ledger = ledger
-        self.turns = _turns(calls, args[4], train)
+        self.turns = _turns(calls, args[4])
         with ledger.of("gathered"):
-            super().__init__(*args, train=train)
+            super().__init__(*args)
 
     def _start(self, gathered: Any) -> list[Flight]:
         with self.ledger.of("gathered"):
@@ -266,12 +269,11 @@ class _Weights(Weights):
             return super().finish()
 
 
-def _turns(calls: Sequence[str], microbatches: int, train: bool) -> Iterator[str]:
+def _turns(calls: Sequence[str], letters: Sequence[str]) -> Iterator[str]:
     yield "prologue"
-    for _ in range(microbatches):
-        yield from (f"forward of {fqn or 'the model'}" for fqn in calls)
-        if train:
-            yield from (f"backward of {fqn or 'the model'}" for fqn in reversed(calls))
+    for letter in letters:
+        names = [fqn or "the model" for fqn in calls]
+        yield from (f"forward of {n}" for n in names) if letter == "F" else (f"backward of {n}" for n in names[::-1])
 
 
 # -- units -----------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from autopar.build import Prepared, apply, plan_mesh, prepare
+from autopar.build import Prepared, plan_mesh, prepare, staged
 from autopar.capture import Capture, capture, double, run_graph, to_float64
 from autopar.choosing.plan_training import plan_training
 from autopar.cluster import Cluster
@@ -53,7 +53,6 @@ from autopar.export_model import Call
 from autopar.loading import LoadedModel, ModelSpec
 from autopar.mixed_precision import as_read, param_dtype, precision, reduced_in
 from autopar.passes.counter_random import counter_random
-from autopar.passes.lower import lower, with_changes
 from autopar.passes.split_prologue import copy_graph
 from autopar.piecewise import Piecewise
 from autopar.pins import Pins
@@ -63,6 +62,7 @@ from autopar.runtime.mesh import connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
 from autopar.runtime.program import Program
+from autopar.runtime.whole import everywhere
 from autopar.schema import write
 from autopar.stored import store
 
@@ -389,21 +389,21 @@ def three_steps(
     optimizer: torch.optim.Optimizer | Piecewise,
     names: tuple[str, ...],
     keep: Keep,
-    whole: Callable[[Tensor], Tensor] = lambda t: t,
+    whole: Callable[[Tensor, Tensor | None], Tensor | None] = lambda p, t: t,
 ) -> Run:
-    """Three steps on the same batch. ``loss``: one forward and backward; ``whole``: the global tensor of a parameter or
-    gradient."""
+    """Three steps on the same batch. ``loss``: one forward and backward; ``whole``: of a parameter, and its value or
+    gradient here, the global tensor of the latter."""
     first: Run | None = None
     for _ in range(STEPS):
         optimizer.zero_grad()
         value = loss()
         if first is None:
-            grads = keep("grads", ((n, None if p.grad is None else whole(p.grad)) for n, p in params.items()))
+            grads = keep("grads", ((n, whole(p, p.grad)) for n, p in params.items()))
             kept = {n: b.detach().clone() for n, b in buffers().items()}
             first = Run(value.detach(), grads, kept, {}, names)
         optimizer.step()
     assert first is not None
-    return replace(first, params=keep("params", ((n, whole(p.detach())) for n, p in params.items())))
+    return replace(first, params=keep("params", ((n, whole(p, p.detach())) for n, p in params.items())))
 
 
 def _keeper(path: Path) -> Keep:
@@ -436,16 +436,16 @@ def run_plan(
 
 
 def _run(subject: Subject, plan: Plan, precision: str, values: Path) -> Run:
-    ranks = connect(plan_mesh(plan), timedelta(seconds=GROUP_TIMEOUT))
-    lowerable = with_changes(apply(plan, subject.prepared(plan.microbatches, precision, plan.precision)))
-    local = lower(lowerable, ranks.rank, ranks.group_names)
-    model, inputs, constants = copy.deepcopy(subject.loaded.model), subject.inputs, subject.captured.constants
+    ranks = connect(plan_mesh(plan), timedelta(seconds=GROUP_TIMEOUT), plan.pp)
+    model = staged(plan, subject.prepared(plan.microbatches, precision, plan.precision))
+    eager, inputs = copy.deepcopy(subject.loaded.model), subject.inputs
+    constants = {name: subject.captured.constants[name] for name in model.whole.constants}
     if precision == "fp64":
-        model._apply(_wide)  # type: ignore[no-untyped-call]
+        eager._apply(_wide)  # type: ignore[no-untyped-call]
         inputs, constants = tuple(map(_wide, inputs)), {n: _wide(t) for n, t in constants.items()}
-    tensors = place(model, local.parameters, ranks)
-    del model  # whole, and in float64 a copy
-    program = Program(local, tensors, ranks, constants, SEED)
+    tensors = place(eager, model.uses, ranks, model.holders)
+    del eager  # whole, and in float64 a copy
+    program = Program(model.locals(ranks), tensors, ranks, constants, SEED, model.pipeline)
     return three_steps(
         lambda: program.step(inputs)[0],
         dict(tensors.named_parameters()),
@@ -453,7 +453,7 @@ def _run(subject: Subject, plan: Plan, precision: str, values: Path) -> Run:
         OPTIMIZERS[PRECISIONS[precision]](list(tensors.parameters())),
         names_of(tensors),
         _keeper(values.with_name(precision)) if ranks.rank == 0 else _count_only,
-        lambda t: t.full_tensor(),  # type: ignore[attr-defined]
+        lambda p, t: everywhere(p, t, ranks),
     )
 
 

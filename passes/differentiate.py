@@ -315,7 +315,7 @@ class _Cut:
         again, kept = self._backward([joint.grads[i] for i in grads])
         saved = sorted((n for n in kept if n.op != "placeholder"), key=self.place.__getitem__)
         keeps = tuple(i for i, n in enumerate(joint.args) if n in kept)
-        roots = {root_of(n): i for i, n in reversed(list(enumerate(joint.outputs)))}
+        roots = {_root(n): i for i, n in reversed(list(enumerate(joint.outputs)))}
         names = [n.name for n in self.unit.graph.graph.find_nodes(op="placeholder")]
         forward = copied(
             list(zip(joint.args, names, strict=True)),
@@ -431,7 +431,7 @@ def is_view(node: fx.Node) -> bool:
     return all(int(v.untyped_storage()._cdata) in read for v in made)
 
 
-def root_of(node: fx.Node) -> fx.Node:
+def _root(node: fx.Node) -> fx.Node:
     """The node in whose memory a tensor lies, or may lie."""
     while node.op == "call_function":
         if is_getitem(node):
@@ -453,11 +453,11 @@ def root_of(node: fx.Node) -> fx.Node:
 
 def is_fresh(node: fx.Node, made: Sequence[fx.Node]) -> bool:
     """Whether the memory of a result is its own, and dense, when a graph returns ``made``."""
-    root = root_of(node)
-    alone = sum(root_of(n) is root for n in made) == 1
+    root = _root(node)
+    alone = sum(_root(n) is root for n in made) == 1
     return (
         root.op == "call_function" and alone and torch._prims_common.is_non_overlapping_and_dense_or_false(_val(node))
     )
 
 
-__all__ = ["Differentiated", "Saved", "Untraceable", "copied", "differentiate", "is_fresh", "is_view", "root_of"]
+__all__ = ["Differentiated", "Saved", "Untraceable", "copied", "differentiate", "is_fresh", "is_view"]

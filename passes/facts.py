@@ -17,6 +17,7 @@ KEY = "autopar"
 LAYOUT = "autopar_layout"  # in the meta of a local node: as what the ranks hold the global tensor that it is a piece of
 UNIT = "autopar_unit"  # in the meta of local nodes: the unit of the global node that they were made for
 Dtypes = tuple[torch.dtype | None, torch.dtype | None]  # `Value.rest_dtype` and `Value.reduce_dtype`
+DRAWN = "autopar_drawn"  # in the meta of nodes of a pipeline stage: their place in the graph of all stages
 RELAXED = "autopar_relaxed"  # in the meta of random ops that may drop otherwise on every rank
 
 

@@ -16,3 +16,20 @@ def graph_module(graph: fx.Graph, root: nn.Module | None = None) -> fx.GraphModu
     tensor(-2.)
     """
     return _LazyGraphModule(nn.Module() if root is None else root, graph)
+
+
+def attributes_of(gm: fx.GraphModule, graph: fx.Graph) -> nn.Module:
+    """A module that owns just the attributes that ``graph`` reads."""
+    root = nn.Module()
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            *path, name = str(node.target).split(".")
+            into: nn.Module = root
+            source: object = gm
+            for part in path:
+                source = getattr(source, part)
+                if not hasattr(into, part):
+                    into.add_module(part, nn.Module())
+                into = getattr(into, part)
+            setattr(into, name, getattr(source, name))
+    return root

@@ -16,11 +16,12 @@ from autopar.passes.changes import path
 from autopar.passes.emit import Emitter
 from autopar.passes.facts import Value, fact, value
 from autopar.passes.graph_module import graph_module
-from autopar.passes.insert_changes import insert_changes, output_layouts, produced_layout
+from autopar.passes.insert_changes import insert_changes, produced_layout
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.loss_stays_wide import LOSS_DTYPE
 from autopar.passes.make_local import make_local
 from autopar.passes.split_units import UnitProgram, split_units
+from autopar.runtime.pipeline import Crossing
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,10 @@ class OutputUse:
 @dataclass(frozen=True)
 class Lowerable:
     """A completed model: strategies on every node. ``prologue`` computes, once a step and on the whole batch, what the
-    body's placeholders ``hoisted`` read; ``recompute``: what each unit makes again in backward (empty: nothing)."""
+    body's placeholders ``hoisted`` read; ``recompute``: what each unit makes again in backward (empty: nothing).
+
+    Of one pipeline stage (`cut_stages`): ``returns``: which of the model's outputs it makes (None: all of them);
+    ``received`` and ``sent``: what crosses; what is sent stands behind its outputs."""
 
     body: fx.GraphModule
     mesh: Mesh
@@ -81,12 +85,17 @@ class Lowerable:
     prologue: fx.GraphModule | None = None
     hoisted: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
+    returns: tuple[int, ...] | None = None
+    received: tuple[Crossing, ...] = ()
+    sent: tuple[Crossing, ...] = ()
 
 
 @dataclass(frozen=True)
 class Local:
-    """The program of one rank. Graph placeholders: parameters, buffers, constants, inputs, hoisted, microbatch, and the
-    key of the step (`random_key`), which the prologue takes too. ``recompute``: as `Lowerable` has it."""
+    """The program of one rank, or of one stage of it. Graph placeholders: parameters, buffers, constants, inputs,
+    hoisted, received, microbatch, and the key of the step (`random_key`), which the prologue takes too. ``outputs``:
+    those that it makes, what it sends behind them. ``recompute``, ``returns``, ``received``, ``sent``: as `Lowerable`
+    has them."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -100,6 +109,20 @@ class Local:
     prologue: fx.GraphModule | None = None
     enter: Mapping[str, fx.GraphModule] = field(default_factory=dict)
     recompute: tuple[str, ...] = ()
+    returns: tuple[int, ...] | None = None
+    received: tuple[Crossing, ...] = ()
+    sent: tuple[Crossing, ...] = ()
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the loss is made here: the first of ``outputs`` then."""
+        return bool(self.outputs) and (self.returns is None or self.returns[0] == 0)
+
+    @property
+    def roots(self) -> tuple[int, ...]:
+        """The outputs of the body to which a gradient comes."""
+        sent = (len(self.outputs) + i for i, crossing in enumerate(self.sent) if crossing.grad)
+        return (*((0,) if self.has_loss else ()), *sent)
 
     @cached_property
     def units(self) -> Mapping[int, UnitProgram]:
@@ -111,12 +134,14 @@ class Local:
             "input": len(self.inputs),
         }
         refs = [(kind, i) for kind, n in held.items() for i in range(n)]
-        trainable = [use.trainable for use in self.parameters]
+        wanted = {("parameter", i) for i, use in enumerate(self.parameters) if use.trainable}
+        wanted |= {("received", i) for i, crossing in enumerate(self.received) if crossing.grad}
+        last = [*(("received", i) for i in range(len(self.received))), ("microbatch", 0), ("key", 0)]
         found = {}
         for rows, gm in self.body.items():
-            hoisted = len(gm.graph.find_nodes(op="placeholder")) - len(refs) - 2
-            every = [*refs, *(("hoisted", i) for i in range(hoisted)), ("microbatch", 0), ("key", 0)]
-            found[rows] = split_units(gm, every, trainable, self.recompute)
+            hoisted = len(gm.graph.find_nodes(op="placeholder")) - len(refs) - len(last)
+            every = [*refs, *(("hoisted", i) for i in range(hoisted)), *last]
+            found[rows] = split_units(gm, every, wanted, self.recompute, self.roots)
         return found
 
 
@@ -138,7 +163,6 @@ def lower(
     """The program of ``rank``. ``groups``: axis name -> name of the rank's c10d group; ``device``: where it
     computes. Call `with_changes` first."""
     mesh = model.mesh
-    attrs = {str(n.target): n for n in model.body.graph.nodes if n.op == "get_attr"}
     holders = {n.name: n for n in model.body.graph.nodes if n.op == "placeholder"}
     output = next(n for n in model.body.graph.nodes if n.op == "output")
     body: dict[int, fx.GraphModule] = {}
@@ -151,9 +175,7 @@ def lower(
         prologue = make_local(
             model.prologue, mesh, mesh.coordinates(rank), groups, _signature(model, hoisted=False), device
         )
-    uses = tuple(_parameter_use(fqn, attrs[fqn]) for fqn in model.parameters if fqn in attrs)
-    n_outputs = len(output.args[0]["outputs"])
-    outs = output_layouts(output, mesh)
+    uses = parameter_uses(model)
     return Local(
         mesh=mesh,
         coordinates=mesh.coordinates(rank),
@@ -161,19 +183,36 @@ def lower(
         buffers=model.buffers,
         constants=model.constants,
         inputs=tuple(_input_use(n, holders[n]) for n in model.inputs),
-        outputs=tuple(
-            OutputUse(
-                value(n).shape,
-                output.meta.get(LOSS_DTYPE, value(n).dtype) if i == 0 else value(n).dtype,
-                produced_layout(n),
-            )
-            for i, (n, _) in enumerate(outs[:n_outputs])
-        ),
+        outputs=output_uses(model),
         buffer_updates=tuple(output.args[0]["buffers"]),
         body=body,
         prologue=prologue,
         enter={u.fqn: enter_graph(u, mesh, rank, groups) for u in uses if u.rest != u.use or u.use_dtype},
         recompute=model.recompute,
+        returns=model.returns,
+        received=model.received,
+        sent=model.sent,
+    )
+
+
+def parameter_uses(model: Lowerable) -> tuple[ParameterUse, ...]:
+    """How each parameter that the body reads is held."""
+    attrs = {str(n.target): n for n in model.body.graph.nodes if n.op == "get_attr"}
+    return tuple(_parameter_use(fqn, attrs[fqn]) for fqn in model.parameters if fqn in attrs)
+
+
+def output_uses(model: Lowerable) -> tuple[OutputUse, ...]:
+    """The outputs of a model that has its changes, without what a stage sends."""
+    output = model.body.graph.output_node()
+    nodes = output.args[0]["outputs"]  # type: ignore[index, call-overload]
+    returns = range(len(nodes)) if model.returns is None else model.returns  # type: ignore[arg-type]
+    return tuple(
+        OutputUse(
+            value(n).shape,
+            output.meta.get(LOSS_DTYPE, value(n).dtype) if i == 0 else value(n).dtype,
+            produced_layout(n),
+        )
+        for i, n in zip(returns, nodes, strict=False)  # type: ignore[call-overload]
     )
 
 
@@ -206,8 +245,14 @@ def _signature(model: Lowerable, *, hoisted: bool) -> list[tuple[str, str]]:
     ]
     names += [("placeholder", n) for n in model.inputs]
     if hoisted:
-        names += [("placeholder", n) for n in model.hoisted] + [("microbatch", "microbatch")]
+        names += [("placeholder", n) for n in (*model.hoisted, *map(name_of, model.received))]
+        names += [("microbatch", "microbatch")]
     return [*names, ("key", "key")]
+
+
+def name_of(crossing: Crossing) -> str:
+    """The placeholder that stands for a value of another stage."""
+    return f"received_{crossing.number}"
 
 
 def enter_graph(use: ParameterUse, mesh: Mesh, rank: int, groups: Mapping[str, str]) -> fx.GraphModule:

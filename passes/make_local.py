@@ -25,7 +25,7 @@ from torch import fx
 
 from autopar.passes.changes import Step
 from autopar.passes.emit import Emitter
-from autopar.passes.facts import LAYOUT, RELAXED, fact, is_tensor, operand_nodes, value
+from autopar.passes.facts import DRAWN, LAYOUT, RELAXED, fact, is_tensor, operand_nodes, value
 from autopar.passes.graph_module import graph_module
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
 from autopar.passes.layout import PARTIAL, SHARD, Mesh
@@ -171,7 +171,7 @@ def _place(node: fx.Node, emitter: Emitter) -> dict[str, Any]:
     assert layout is not None
     place: dict[str, Any] = {"step_key": emitter.key, "shape": list(shape)}
     if relaxed:
-        place["draw"] = len(emitter.env)  # the same number on every rank
+        place["draw"] = node.meta.get(DRAWN, len(emitter.env))  # the same number on every rank
     if mesh.time is None or layout.kinds[mesh.time] != SHARD:
         return {**place, "runs": runs_of([layout.runs(shape, mesh, at)])}
     moments = range(mesh.axes[mesh.time].size)

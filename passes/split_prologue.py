@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import copy
 
-import torch
 from torch import fx
 
 from autopar.passes.facts import KEY, Fact, fact, is_tensor, value
-from autopar.passes.graph_module import graph_module
+from autopar.passes.graph_module import attributes_of, graph_module
 
 
 def split_prologue(gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphModule, tuple[str, ...]]:
@@ -33,7 +32,7 @@ def split_prologue(gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphM
     output = graph.output({"outputs": tuple(env[n] for n in crossing), "buffers": {}})
     output.meta["prologue"] = True
     output.meta[KEY] = Fact(())
-    prologue = graph_module(graph, _attributes(gm, graph))
+    prologue = graph_module(graph, attributes_of(gm, graph))
     last = [n for n in gm.graph.nodes if n.op == "placeholder"][-1]
     names = []
     for i, node in enumerate(crossing):
@@ -50,23 +49,6 @@ def split_prologue(gm: fx.GraphModule) -> tuple[fx.GraphModule | None, fx.GraphM
     return prologue, gm, tuple(names)
 
 
-def _attributes(gm: fx.GraphModule, graph: fx.Graph) -> torch.nn.Module:
-    """A module that owns just the attributes that ``graph`` reads."""
-    root = torch.nn.Module()
-    for node in graph.nodes:
-        if node.op == "get_attr":
-            *path, name = str(node.target).split(".")
-            into: torch.nn.Module = root
-            source: object = gm
-            for part in path:
-                source = getattr(source, part)
-                if not hasattr(into, part):
-                    into.add_module(part, torch.nn.Module())
-                into = getattr(into, part)
-            setattr(into, name, getattr(source, name))
-    return root
-
-
 def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
     """A copy whose nodes may be changed without touching ``gm``; attributes are shared."""
     graph = fx.Graph()
@@ -75,4 +57,4 @@ def copy_graph(gm: fx.GraphModule) -> fx.GraphModule:
         new = graph.node_copy(node, lambda n: env[n])
         new.meta = copy.copy(node.meta)
         env[node] = new
-    return graph_module(graph, _attributes(gm, graph))
+    return graph_module(graph, attributes_of(gm, graph))

@@ -12,7 +12,7 @@ after:   class 0: %l = linear(%x, %w); %d = dropout(%l, draw=%draw, step_key=%ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,8 @@ from autopar.runtime.counter_random import draws
 
 Ref = tuple[str, int]
 """What an argument is: its kind and index. ``parameter``, ``buffer``, ``constant``, ``input``, ``hoisted``: in the
-lists of `Local`; ``value``: what a call made; ``microbatch`` and ``key``; ``draw``: the number of a random op."""
+lists of `Local`; ``received``: a value of another stage; ``value``: what a call made; ``microbatch`` and ``key``;
+``draw``: the number of a random op."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,23 +75,31 @@ FRONT = -1  # the unit of what several units read
 
 
 def split_units(
-    gm: fx.GraphModule, refs: Sequence[Ref], trainable: Sequence[bool], recompute: Sequence[str] = ()
+    gm: fx.GraphModule,
+    refs: Sequence[Ref],
+    wanted: Collection[Ref],
+    recompute: Sequence[str] = (),
+    roots: Sequence[int] = (0,),
 ) -> UnitProgram:
-    """Cut a graph that `make_local` made. ``refs``: what its placeholders are, in order; ``trainable``: of each
-    parameter; ``recompute``: of each unit what backward makes again (none given: nothing)."""
-    return _Splitting(gm, dict(zip(gm.graph.find_nodes(op="placeholder"), refs, strict=True)), trainable).run(recompute)
+    """Cut a graph that `make_local` made. ``refs``: what its placeholders are, in order; ``wanted``: those of which a
+    gradient is (parameters, values of other stages); ``recompute``: of each unit what backward makes again (none given:
+    nothing); ``roots``: the outputs to which a gradient comes."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    return _Splitting(gm, dict(zip(placeholders, refs, strict=True)), wanted, roots).run(recompute)
 
 
 class _Splitting:
-    def __init__(self, gm: fx.GraphModule, refs: Mapping[fx.Node, Ref], trainable: Sequence[bool]) -> None:
+    def __init__(
+        self, gm: fx.GraphModule, refs: Mapping[fx.Node, Ref], wanted: Collection[Ref], roots: Sequence[int]
+    ) -> None:
         self.ops = [n for n in gm.graph.nodes if n.op == "call_function"]
         self.output = next(n for n in gm.graph.nodes if n.op == "output")
         self.refs = dict(refs)
         outputs, updates = self.output.args[0]
         self.outputs: Sequence[fx.Node] = outputs
         self.updates: Sequence[fx.Node] = updates
-        self.grads = _grads(gm, {n for n, (kind, i) in refs.items() if kind == "parameter" and trainable[i]})
-        self.reach = _reach(gm, self.outputs[0] if self.outputs else None, self.grads)
+        self.grads = _grads(gm, {n for n, ref in refs.items() if ref in wanted})
+        self.reach = _reach(gm, [self.outputs[i] for i in roots if i < len(self.outputs)], self.grads)
         self.unit = self._units()
 
     def run(self, recompute: Sequence[str]) -> UnitProgram:
@@ -121,7 +130,7 @@ class _Splitting:
 
     def _units(self) -> dict[fx.Node, int]:
         """The unit of every op: of the core as its fact says, of the side by who reads it."""
-        core = {n for n, (kind, _) in self.refs.items() if kind == "parameter"}
+        core = {n for n, (kind, _) in self.refs.items() if kind in ("parameter", "received")}
         unit: dict[fx.Node, int] = {}
         for node in self.ops:
             if any(n in core for n in node.all_input_nodes):
@@ -279,9 +288,9 @@ def _tried(node: fx.Node, grads: set[fx.Node]) -> tuple[bool, ...]:
     )
 
 
-def _reach(gm: fx.GraphModule, loss: fx.Node | None, grads: set[fx.Node]) -> set[fx.Node]:
+def _reach(gm: fx.GraphModule, roots: Sequence[fx.Node], grads: set[fx.Node]) -> set[fx.Node]:
     """The nodes to which a gradient of the loss comes."""
-    found = {n for n in grads if n is loss}
+    found = {n for n in grads if n in roots}
     for node in reversed(gm.graph.nodes):
         if node in grads and any(user in found for user in node.users):
             found.add(node)

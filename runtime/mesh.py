@@ -36,6 +36,9 @@ class RankError(AutoparError, RuntimeError):
 class Ranks:
     """This process among the ranks of a mesh. ``groups``: per axis of ranks the process group of this rank's row.
 
+    Of a pipeline ``mesh`` is that of one stage's ranks, ``stages`` how often it stands along the pipeline, outermost;
+    ``world`` has all of them, ``column`` those with this rank's place, one a stage.
+
     Made by `connect`; `for_mesh` gives the same ranks with other microbatches.
     """
 
@@ -46,11 +49,32 @@ class Ranks:
     groups: dict[str, dist.ProcessGroup]
     store: Store
     timeout: timedelta
+    stages: int = 1
+    column: dist.ProcessGroup | None = None
+
+    @property
+    def count(self) -> int:
+        """All ranks, of all stages."""
+        return self.mesh.ranks * self.stages
+
+    @property
+    def place(self) -> int:
+        """This rank's number in the mesh."""
+        return self.rank % self.mesh.ranks
+
+    @property
+    def stage(self) -> int:
+        """This rank's place along the pipeline."""
+        return self.rank // self.mesh.ranks
 
     @property
     def coordinates(self) -> tuple[int, ...]:
         """This rank's coordinate on every axis; 0 on the time axis."""
-        return self.mesh.coordinates(self.rank)
+        return self.mesh.coordinates(self.place)
+
+    def peer(self, stage: int) -> int:
+        """The rank with this one's place at another place along the pipeline."""
+        return stage * self.mesh.ranks + self.place
 
     @property
     def group_names(self) -> dict[str, str]:
@@ -63,25 +87,31 @@ class Ranks:
         assert own == other, f"{own} are not the axes {other}"
         return replace(self, mesh=mesh)
 
-    def device_mesh(self, order: Sequence[int]) -> DeviceMesh:
-        """The ranks as a DeviceMesh whose dims are the axes in ``order``, outermost first."""
+    def device_mesh(self, order: Sequence[int], stage: int | None = None) -> DeviceMesh:
+        """The ranks of a stage (default: of this one) as a DeviceMesh whose dims are the axes in ``order``, outermost
+        first. One of another stage can be asked where its ranks are, and no more."""
         axes = [self.mesh.axes[i] for i in order]
-        if not axes:
-            return DeviceMesh.from_group(self.world, self.device.type, mesh_dim_names=("rank",))
-        ids = torch.arange(self.mesh.ranks).reshape([self.mesh.axes[i].size for i in self.mesh.space])
-        ids = ids.permute([self.mesh.space.index(i) for i in order]).contiguous()
-        names = tuple(a.name for a in axes)
-        return DeviceMesh.from_group([self.groups[n] for n in names], self.device.type, ids, mesh_dim_names=names)
+        names = tuple(a.name for a in axes) or ("rank",)
+        ids = torch.arange(self.mesh.ranks).reshape([self.mesh.axes[i].size for i in self.mesh.space] or [1])
+        if axes:
+            ids = ids.permute([self.mesh.space.index(i) for i in order]).contiguous()
+        if stage not in (None, self.stage):
+            ids = ids + stage * self.mesh.ranks
+            return DeviceMesh(self.device.type, ids, mesh_dim_names=names, _init_backend=False)
+        ids = ids + self.stage * self.mesh.ranks
+        groups = [self.groups[n] for n in names] if axes else [_group([self.rank], self.timeout)]
+        return DeviceMesh.from_group(groups, self.device.type, ids, mesh_dim_names=names)
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         """What every rank gave, by rank; all give equally many 64-bit integers."""
         own = torch.tensor(numbers, dtype=torch.int64, device=self.device)
-        every = [torch.empty_like(own) for _ in range(self.mesh.ranks)]
+        every = [torch.empty_like(own) for _ in range(self.count)]
         dist.all_gather(every, own, group=self.world)
         return [t.tolist() for t in every]
 
     def __str__(self) -> str:
         where = " ".join(f"{self.mesh.axes[i].name}={self.coordinates[i]}" for i in self.mesh.space)
+        where = f"pp={self.stage} {where}".strip() if self.stages > 1 else where
         return f"rank {self.rank} ({where})" if where else f"rank {self.rank}"
 
 
@@ -99,27 +129,32 @@ def join(timeout: timedelta = TIMEOUT) -> tuple[int, int]:
     return dist.get_rank(), dist.get_world_size()
 
 
-def connect(mesh: Mesh, timeout: timedelta = TIMEOUT) -> Ranks:
-    """Make the process groups of ``mesh``; collective over all ranks. A mesh of one rank needs no process group.
+def connect(mesh: Mesh, timeout: timedelta = TIMEOUT, stages: int = 1) -> Ranks:
+    """Make the process groups of ``mesh``, which stands ``stages`` times along the pipeline; collective over all ranks.
+    One rank needs no process group.
 
-    Raises AutoparError where the number of processes is not the number of ranks of the mesh.
+    Raises AutoparError where the number of processes is not the number of ranks.
     """
     rank, size = join(timeout)
-    if size != mesh.ranks:
-        plan = " x ".join(f"{mesh.axes[i].name}={mesh.axes[i].size}" for i in mesh.space)
+    if size != mesh.ranks * stages:
+        plan = " x ".join([f"pp={stages}"] * (stages > 1) + [f"{mesh.axes[i].name}={mesh.axes[i].size}" for i in mesh.space])
         raise AutoparError(
-            f"step: the plan ({plan}) is for {mesh.ranks} ranks and there are {size} processes. "
-            f"Launch with: torchrun --nproc-per-node {mesh.ranks} your_script.py, or change the pins."
+            f"step: the plan ({plan}) is for {mesh.ranks * stages} ranks and there are {size} processes. "
+            f"Launch with: torchrun --nproc-per-node {mesh.ranks * stages} your_script.py, or change the pins."
         )
     if not dist.is_initialized():
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timeout)
     world = _group(range(size), timeout)
-    coordinates, groups = mesh.coordinates(rank), {}
+    place, first = rank % mesh.ranks, rank - rank % mesh.ranks
+    coordinates, groups = mesh.coordinates(place), {}
     for axis in mesh.space:
-        others = (r for r in range(size) if _same_but(mesh.coordinates(r), coordinates, axis))
+        others = (first + r for r in range(mesh.ranks) if _same_but(mesh.coordinates(r), coordinates, axis))
         groups[mesh.axes[axis].name] = _group(others, timeout)
+    column = _group(range(place, size, mesh.ranks), timeout) if stages > 1 else None
+    if not mesh.space:
+        _group([rank], timeout)
     store = PrefixStore("autopar", dist.distributed_c10d._get_default_store())
-    return Ranks(mesh, rank, _device(), world, groups, store, timeout)
+    return Ranks(mesh, rank, _device(), world, groups, store, timeout, stages, column)
 
 
 def nesting(layouts: Iterable[Layout], mesh: Mesh) -> tuple[int, ...]:
@@ -181,7 +216,7 @@ def naming(ranks: Ranks, step: int) -> Iterator[None]:
 
 def _missing(ranks: Ranks, step: int) -> str:
     behind = []
-    for other in range(ranks.mesh.ranks):
+    for other in range(ranks.count):
         try:
             key = f"step/{other}"
             noted = ranks.store.get(key).decode() if ranks.store.check([key]) else "0"

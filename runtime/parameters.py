@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -34,11 +36,14 @@ class Names(nn.Module):
     """A module that only holds names: submodules, parameters and buffers of the module it stands for."""
 
 
-def place(model: nn.Module, uses: Iterable[ParameterUse], ranks: Ranks) -> Names:
+def place(
+    model: nn.Module, uses: Iterable[ParameterUse], ranks: Ranks, stages: Mapping[str, Sequence[int]] = MappingProxyType({})
+) -> Names:
     """A tree of `Names` with the model's parameters as DTensors and its buffers as plain tensors.
 
     Collective. Names, their order, ties, ``requires_grad`` and non-persistent buffers stay as they are. A parameter in
-    no ``uses`` rests whole on every rank. Values are rank 0's, sent some megabytes at a time, wherever the model of
+    no ``uses`` rests whole on every rank. ``stages``: the places along a pipeline where each parameter is held (default:
+    the first); elsewhere it is a DTensor on the ranks of the first of them, of which this rank has nothing. Values are rank 0's, sent some megabytes at a time, wherever the model of
     the other ranks is. Where rank 0's is on the meta device, every rank computes its own pieces of what
     `autopar.deferred_init` recorded; where nothing is recorded, tensors have no values yet, and `lacking` names them.
     Raises AutoparError where ranks were given different models.
@@ -55,20 +60,25 @@ def place(model: nn.Module, uses: Iterable[ParameterUse], ranks: Ranks) -> Names
             whole = Layout.uniform("I", len(ranks.mesh.axes), parameter.ndim)
             layouts[id(parameter)] = rests.get(fqn, whole)
     order = nesting(layouts.values(), ranks.mesh)
-    device_mesh = ranks.device_mesh(order)
+    device_meshes = [ranks.device_mesh(order, stage) for stage in range(ranks.stages)]
+    holders = {id(p): tuple(stages[fqn]) for fqn, p in model.named_parameters(remove_duplicate=False) if fqn in stages}
     placed: dict[int, Tensor] = {}
     for parameter in model.parameters():
         shape, layout = tuple(parameter.shape), layouts[id(parameter)]
+        held = holders.get(id(parameter), (0,))
+        here = ranks.stage in held
         runs = layout.runs(shape, ranks.mesh, ranks.coordinates)
+        own = _filled(parameter, runs if here else ((0, 0),) * len(shape), ranks, real)
         dtensor = DTensor.from_local(
-            _filled(parameter, runs, ranks, real),
-            device_mesh,
+            own if here else own.new_empty(0),
+            device_meshes[ranks.stage if here else held[0]],
             placements(layout, order),
             run_check=False,
             shape=parameter.shape,
             stride=torch.empty(shape, device="meta").stride(),
         )
-        placed[id(parameter)] = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+        placed[id(parameter)] = made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
+        made._autopar_home = device_meshes[held[0]]  # type: ignore[attr-defined]  # of several stages the one that counts
     for buffer in model.buffers():
         placed[id(buffer)] = _filled(buffer, whole_runs(buffer.shape), ranks, real)
     names = _mirror(model, placed, {})
@@ -89,6 +99,8 @@ def compute(names: nn.Module, values: Mapping[str, Value]) -> dict[str, str]:
     tensors = _named(names)
     for name, value in values.items():
         into = tensors[name]
+        if not is_here(into):
+            continue
         target = Target(name, value.place, runs_of(into), local(into).detach())
         targets.setdefault(id(value.recording), []).append(target)
     made_whole: dict[str, str] = {}
@@ -108,10 +120,24 @@ def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def is_here(tensor: Tensor) -> bool:
+    """Whether this rank is one of those that hold a tensor; of a pipeline it may be on another stage."""
+    return not isinstance(tensor, DTensor) or tensor.device_mesh.get_coordinate() is not None
+
+
+def home(tensor: DTensor) -> DeviceMesh:
+    """The ranks whose pieces count: of a parameter that several stages hold those of the first."""
+    found = getattr(tensor, "_autopar_home", tensor.device_mesh)
+    assert isinstance(found, DeviceMesh)
+    return found
+
+
 def runs_of(tensor: Tensor) -> Runs:
     """The (start, length) runs of every dim that this rank holds of a tensor that `place` made."""
     if not isinstance(tensor, DTensor):
         return whole_runs(tensor.shape)
+    if not is_here(tensor):
+        return ((0, 0),) * tensor.ndim
     lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(((start, length),) for start, length in zip(starts, lengths, strict=True))
 
@@ -127,7 +153,7 @@ def from_rank_0(tensor: Tensor, ranks: Ranks) -> Tensor:
         full = tensor.detach().to(ranks.device).contiguous()
     else:
         full = torch.empty(tensor.shape, dtype=tensor.dtype, device=ranks.device)
-    if full.numel() and ranks.mesh.ranks > 1:
+    if full.numel() and ranks.count > 1:
         dist.broadcast(full.reshape(-1).view(torch.uint8), src=0, group=ranks.world)
     return full
 
@@ -144,7 +170,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise AutoparError(f"clip_grad_norm_: norm_type={norm_type} is not a norm. Use a positive number or inf.")
     gradients = [p.grad for p in tensors.parameters() if p.grad is not None]
-    own = [local(g) for g in gradients if _counts_here(g)]
+    own = [local(p.grad) for p in tensors.parameters() if p.grad is not None and _counts_here(p)]
     infinite = math.isinf(norm_type)
     norms = [torch.linalg.vector_norm(g, norm_type).double() for g in own if g.numel()]
     stacked = torch.stack(norms or [torch.zeros((), dtype=torch.float64, device=ranks.device)])
@@ -159,15 +185,16 @@ def clip_grad_norm_(
     coefficient = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for gradient in gradients:
         local(gradient).mul_(coefficient)
-    return total.to(gradients[0].dtype) if gradients else total.float()
+    return total.to(next((p.dtype for p in tensors.parameters() if p.requires_grad), torch.float32))
 
 
-def _counts_here(gradient: Tensor) -> bool:
+def _counts_here(parameter: Tensor) -> bool:
     """Whether this rank is the first of those that hold this piece."""
-    assert isinstance(gradient, DTensor)
-    coordinate = gradient.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(c == 0 for c, held in zip(coordinate, gradient.placements, strict=True) if held.is_replicate())
+    assert isinstance(parameter, DTensor)
+    coordinate = home(parameter).get_coordinate()
+    if coordinate is None:
+        return False
+    return all(c == 0 for c, held in zip(coordinate, parameter.placements, strict=True) if held.is_replicate())
 
 
 def digest(text: bytes) -> int:
@@ -242,7 +269,7 @@ def _filled(tensor: Tensor, runs: Runs, ranks: Ranks, real: bool) -> Tensor:
             chunk = flat[start : start + length].to(ranks.device)
         else:
             chunk = torch.empty(length, dtype=tensor.dtype, device=ranks.device)
-        if ranks.mesh.ranks > 1:
+        if ranks.count > 1:
             dist.broadcast(chunk.view(torch.uint8), src=0, group=ranks.world)
         put_chunk(made, region, start, chunk)
     return made

@@ -26,10 +26,13 @@ from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import Ranks, naming, placements
 from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local
-from autopar.runtime.run import Run, Units, units_of
+from autopar.runtime.pipeline import Action, Pipeline, Spec, Transport
+from autopar.runtime.run import Units, units_of
 from autopar.runtime.runs import take
+from autopar.runtime.stage import Nobody, Stage, Stages, StageStep, alone
+from autopar.runtime.transport import TorchTransport
 from autopar.runtime.units import Fallback
-from autopar.runtime.weights import Weights, ways_of
+from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:
     from autopar.passes.lower import InputUse, Local, OutputUse
@@ -38,39 +41,63 @@ if TYPE_CHECKING:
 class Program:
     """Executes a lowered step on this rank. All ranks call the same methods in the same order.
 
-    ``local``: what `lower` made for this rank; ``tensors``: what `place` made; ``constants``: full values by name, of
-    which rank 0's count; ``seed``: of random ops, the same on all ranks, whose numbers also depend on ``steps``, the
-    calls of `step` and `forward` so far; ``units``: how the units are run (default: as `units_of` makes them).
+    ``locals``: what `lower` made for this rank, of each stage that it has; ``tensors``: what `place` made;
+    ``constants``: full values by name, of which rank 0's count; ``seed``: of random ops, the same on all ranks, whose
+    numbers also depend on ``steps``, the calls of `step` and `forward` so far; ``pipeline``: where there are several
+    stages; ``units``: how the units of each stage are run (default: as `units_of` makes them).
 
     Example:
-        ``program = Program(local, place(model, local.parameters, ranks), ranks, constants)``, then in each step
+        ``program = Program([local], place(model, local.parameters, ranks), ranks, constants)``, then in each step
         ``(loss,) = program.step([tokens, labels])``; ``optimizer.step()``.
     """
 
     def __init__(
         self,
-        local: Local,
+        locals: Sequence[Local],
         tensors: nn.Module,
         ranks: Ranks,
         constants: Mapping[str, Tensor],
         seed: int = 0,
-        units: Mapping[int, Units] | None = None,
+        pipeline: Stages | None = None,
+        units: Sequence[Mapping[int, Units]] | None = None,
     ) -> None:
-        self.local, self.tensors, self.mesh = local, tensors, local.mesh
-        self.ranks = ranks.for_mesh(local.mesh)
+        self.tensors, self.mesh = tensors, locals[0].mesh
+        self.ranks = ranks.for_mesh(locals[0].mesh)
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
-        self.constants = [from_rank_0(constants[name], ranks) for name in local.constants]
+        self.pipeline, self.at = pipeline or alone(locals[0], len(self.rows)), ranks.stage
+        held = {name: from_rank_0(tensor, ranks) for name, tensor in sorted(constants.items())}
+        parted = any(letter == "W" for letter, _, _ in self.actions)
+        self.stages = tuple(
+            Stage(
+                chunk * ranks.stages + ranks.stage,
+                local,
+                units_of(local, ranks.device) if units is None else units[chunk],
+                local.prologue,
+                [held[name] for name in local.constants],
+                parted,
+            )
+            for chunk, local in enumerate(locals)
+        )
         names = next((p.device_mesh.mesh_dim_names for p in tensors.parameters() if isinstance(p, DTensor)), None) or ()
-        self.units = units_of(local, ranks.device) if units is None else units
-        self.ways = ways_of(local, self.units)
         self._order = tuple(self.mesh.index(name) for name in names if self.mesh.space)
-        self.data_axes = _data_axes(local.inputs, self.mesh)
+        self.data_axes = _data_axes(self.local.inputs, self.mesh)
         self.seed, self.steps, self._compared = seed, 0, False
+        self._executors: dict[bool, Pipeline] = {}
+
+    @property
+    def local(self) -> Local:
+        """The first of this rank's stages, or all there is."""
+        return self.stages[0].local
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        """What this rank does in a step."""
+        return self.pipeline.schedule[self.at]
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
         """The units that autograd runs, since their class could not be traced."""
-        return tuple(dict.fromkeys(f for units in self.units.values() for f in units.fallbacks))
+        return tuple(dict.fromkeys(f for s in self.stages for units in s.units.values() for f in units.fallbacks))
 
     @property
     def data_rank(self) -> int:
@@ -101,15 +128,12 @@ class Program:
         """
         settle()
         with naming(self.ranks, self.steps + 1):
-            batch = self._batch(inputs, inputs_are)
-            weights = self._weights(train=True)
-            made, updates = self._loop(batch, weights, len(self.local.outputs) if outputs else 1, train=True)
-            self._deliver(weights.finish())
-            self._write(updates)
-            loss = sum((m[0] for m in made[1:]), made[0][0]).to(self.local.outputs[0].dtype)
-            assert isinstance(loss, Tensor)
+            steps = self._run(self._batch(inputs, inputs_are), train=True, keep=outputs)
+            self._deliver(steps)
+            self._write(steps)
+            loss = self._loss(steps)
             self.steps += 1
-            return (loss, *self._assemble(made, range(1, len(self.local.outputs)))) if outputs else (loss,)
+            return (loss, *self._assemble(steps, range(1, len(self.pipeline.outputs)))) if outputs else (loss,)
 
     @torch.no_grad()
     def forward(self, inputs: Sequence[Tensor], *, inputs_are: str = "global") -> tuple[Tensor, ...]:
@@ -117,12 +141,10 @@ class Program:
         Buffers are updated as the captured forward does."""
         settle()
         with naming(self.ranks, self.steps + 1):
-            batch = self._batch(inputs, inputs_are)
-            weights = self._weights(train=False)
-            made, updates = self._loop(batch, weights, len(self.local.outputs), train=False)
-            self._write(updates)
+            steps = self._run(self._batch(inputs, inputs_are), train=False, keep=True)
+            self._write(steps)
             self.steps += 1
-            return tuple(self._assemble(made, range(len(self.local.outputs))))
+            return tuple(self._assemble(steps, range(len(self.pipeline.outputs))))
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """`parameters.clip_grad_norm_` of this program's parameters: the norm of the whole model on every rank."""
@@ -140,32 +162,42 @@ class Program:
         with naming(self.ranks, self.steps):
             save(self, Path(folder))
 
-    def _loop(
-        self, batch: Batch, weights: Weights, keep: int, train: bool
-    ) -> tuple[list[tuple[Tensor, ...]], tuple[Tensor, ...]]:
-        """Every microbatch in turn: (the first ``keep`` outputs of each, buffer updates of the last)."""
-        buffers = [self.tensors.get_buffer(name) for name in self.local.buffers]
-        key = random_key(self.seed, self.steps)
-        weights.arrive()
-        hoisted: tuple[Tensor, ...] = ()
-        if self.local.prologue is not None:
-            hoisted, _ = self.local.prologue(*weights.read, *buffers, *self.constants, *batch.whole, key)
-        weights.release()
-        given = {"buffer": buffers, "constant": self.constants, "hoisted": hoisted, "key": [key]}
-        made: list[tuple[Tensor, ...]] = []
-        updates: tuple[Tensor, ...] = ()
-        for m, rows in enumerate(self.rows):
-            run = Run(self.units[rows], {**given, "input": batch.pieces[m], "microbatch": [m]}, weights)
-            outs, updates = run.forward(keep, train=train)
-            if train:
-                run.backward(last=m + 1 == len(self.rows))
-            made.append(outs)
-        return made, updates
+    def _run(self, batch: Batch, *, train: bool, keep: bool) -> list[StageStep]:
+        """What the schedule says, of all stages of this rank; without ``train`` forwards alone. ``keep``: outputs too."""
+        key, steps = [random_key(self.seed, self.steps)], list[StageStep]()
+        for chunk, stage in enumerate(self.stages):
+            buffers = [self.tensors.get_buffer(name) for name in stage.local.buffers]
+            letters = [letter for letter, c, _ in self.actions if c == chunk and (train or letter == "F")]
+            weights = self._weights(stage, letters, train=train)
+            given = {"buffer": buffers, "key": key}
+            steps.append(StageStep(stage, weights, self.rows, batch.pieces, batch.whole, given, train=train, keep=keep))
+        reached = any(step.weights.wanted[i] for step in steps for i in step.stage.ways.reached)
+        if train and len(self.pipeline.schedule) == 1 and not reached:
+            raise AutoparError("step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode.")
+        self._execute(steps, train=train)
+        return steps
 
-    def _weights(self, *, train: bool) -> Weights:
-        """The parameters at the start of a step."""
+    def _execute(self, steps: Sequence[StageStep], *, train: bool) -> None:
+        if train not in self._executors:
+            schedule = [[a for a in rank if train or a[0] == "F"] for rank in self.pipeline.schedule]
+            self._executors[train] = Pipeline(schedule, self.pipeline.crossings, self._transport(), self._spec)
+        self._executors[train].run(steps)
+
+    def _transport(self) -> Transport:
+        if self.ranks.column is None:
+            return Nobody()
+        return TorchTransport(self.ranks.column, self.ranks.store, self.ranks.device, self.ranks.timeout)
+
+    def _spec(self, number: int, microbatch: int) -> Spec:
+        """What crosses, as the ranks of this column hold it."""
+        use = self.pipeline.crossed[number]
+        at = self.mesh.coordinates(self.ranks.place, microbatch)
+        return use.layout.local_shape(use.shape, self.mesh, at), use.dtype
+
+    def _weights(self, stage: Stage, letters: Sequence[str], *, train: bool) -> Weights:
+        """The parameters of a stage at the start of a step."""
         rests, wanted = [], []
-        for use in self.local.parameters:
+        for use in stage.local.parameters:
             parameter = self.tensors.get_parameter(use.fqn)
             assert isinstance(parameter, DTensor)
             if parameter.requires_grad and not use.trainable:
@@ -174,28 +206,76 @@ class Program:
             assert there, f"{use.fqn} does not rest as {use.rest}"
             rests.append(local(parameter).detach())
             wanted.append(parameter.requires_grad)
-        if train and not any(wanted[i] for i in self.ways.reached):
-            raise AutoparError("step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode.")
-        return Weights(self.ways, self.local.parameters, rests, wanted, len(self.rows), train=train)
+        return Weights(stage.ways, stage.local.parameters, rests, wanted, letters)
 
-    def _deliver(self, gradients: Mapping[int, Tensor]) -> None:
+    def _deliver(self, steps: Sequence[StageStep]) -> None:
         """Add the step's gradients to those of the parameters, as ``backward()`` does."""
-        for i, use in enumerate(self.local.parameters):
-            if i not in gradients:
-                continue
-            parameter = self.tensors.get_parameter(use.fqn)
+        found: dict[str, Tensor] = {}
+        for step in steps:
+            for i, gradient in step.weights.finish().items():
+                fqn = step.local.parameters[i].fqn
+                found[fqn] = found[fqn].add_(gradient) if fqn in found else gradient
+        self._tie(found)
+        for fqn, gradient in found.items():
+            parameter = self.tensors.get_parameter(fqn)
             assert isinstance(parameter, DTensor)
             old = parameter.grad
             if old is not None:
-                assert isinstance(old, DTensor) and old.placements == parameter.placements, f"{use.fqn}.grad"
-                local(old).add_(gradients[i])
+                assert isinstance(old, DTensor) and old.placements == parameter.placements, f"{fqn}.grad"
+                local(old).add_(gradient)
             else:  # what from_local does, without finding out again what the parameter's own description says
-                parameter.grad = DTensor(gradients[i], parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+                parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
-    @torch.no_grad()
-    def _write(self, updates: tuple[Tensor, ...]) -> None:
-        for name, update in zip(self.local.buffer_updates, updates, strict=True):
-            self.tensors.get_buffer(name).copy_(update)
+    def _tie(self, gradients: dict[str, Tensor]) -> None:
+        """Sum the gradients of copies that several stages hold: in the order of the stages, so that all have the same
+        bits, whatever the collective adds first."""
+        for fqn, stages in self.pipeline.ties:
+            if self.ranks.stage not in stages:
+                continue
+            parameter = self.tensors.get_parameter(fqn)
+            if not parameter.requires_grad:
+                continue
+            own = gradients.get(fqn)
+            sent = torch.zeros_like(local(parameter)) if own is None else own
+            first, *others = (self.ranks.peer(stage) for stage in stages)
+            if self.ranks.rank == first:
+                for other in others:
+                    theirs = torch.empty_like(sent)
+                    dist.recv(theirs, src=other, group=self.ranks.column)
+                    sent = sent + theirs
+                for other in others:
+                    dist.send(sent, dst=other, group=self.ranks.column)
+            else:
+                dist.send(sent.contiguous(), dst=first, group=self.ranks.column)
+                sent = torch.empty_like(sent)
+                dist.recv(sent, src=first, group=self.ranks.column)
+            gradients[fqn] = sent
+
+    def _write(self, steps: Sequence[StageStep]) -> None:
+        """Give buffers their new values, which one stage knows."""
+        own = {n: t for step in steps for n, t in zip(step.local.buffer_updates, step.updates, strict=True)}
+        for name, stage in self.pipeline.updates:
+            buffer = self.tensors.get_buffer(name)
+            if name in own:
+                buffer.copy_(own[name])
+            self._from(stage, buffer)
+
+    def _from(self, stage: int, tensor: Tensor) -> None:
+        """Give a tensor of all stages the value that it has on one, in place."""
+        if self.ranks.stages > 1 and tensor.numel():
+            assert tensor.is_contiguous()
+            src = self.ranks.peer(stage % self.ranks.stages)
+            dist.broadcast(tensor.reshape(-1).view(torch.uint8), src=src, group=self.ranks.column)
+
+    def _loss(self, steps: Sequence[StageStep]) -> Tensor:
+        use, stage = self.pipeline.outputs[0]
+        made = next((step.outputs for step in steps if step.stage.number == stage), None)
+        if made is None:
+            loss = torch.empty(use.shape, dtype=use.dtype, device=self.ranks.device)
+        else:
+            loss = sum((made[m][0] for m in range(1, len(self.rows))), made[0][0]).to(use.dtype).contiguous()
+        self._from(stage, loss)
+        return loss
 
     # -- inputs -----------------------------------------------------------------------------------------------------
 
@@ -219,7 +299,7 @@ class Program:
 
     def _whole(self, pieces: list[list[Tensor]]) -> list[Tensor]:
         """This rank's rows of all microbatches, as the prologue takes them."""
-        if self.local.prologue is None:
+        if all(stage.local.prologue is None for stage in self.stages):
             return []
         whole = []
         for i, use in enumerate(self.local.inputs):
@@ -235,7 +315,7 @@ class Program:
         return take(tensor, runs).contiguous()
 
     def _runs(self, use: InputUse, microbatch: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-        return use.layout.runs(use.shape, self.mesh, self.mesh.coordinates(self.ranks.rank, microbatch))
+        return use.layout.runs(use.shape, self.mesh, self.mesh.coordinates(self.ranks.place, microbatch))
 
     def _by_batch(self, use: InputUse) -> bool:
         return bool(use.layout.dims) and bool(use.layout.dims[0].axes)
@@ -282,8 +362,20 @@ class Program:
 
     # -- outputs ----------------------------------------------------------------------------------------------------
 
-    def _assemble(self, made: list[tuple[Tensor, ...]], indices: Sequence[int]) -> list[Tensor]:
-        return [self._global(self.local.outputs[i], [outs[i] for outs in made]) for i in indices]
+    def _assemble(self, steps: Sequence[StageStep], indices: Sequence[int]) -> list[Tensor]:
+        """Global outputs of the model, on every rank."""
+        found = []
+        for i in indices:
+            use, stage = self.pipeline.outputs[i]
+            step = next((step for step in steps if step.stage.number == stage), None)
+            if step is None:
+                whole = torch.empty(use.shape, dtype=use.dtype, device=self.ranks.device)
+            else:
+                place = i if step.local.returns is None else step.local.returns.index(i)
+                whole = self._global(use, [step.outputs[m][place] for m in range(len(self.rows))]).contiguous()
+            self._from(stage, whole)
+            found.append(whole)
+        return found
 
     def _global(self, use: OutputUse, pieces: list[Tensor]) -> Tensor:
         """The global tensor of one output from the pieces that this rank made of it, one a microbatch."""
@@ -302,7 +394,7 @@ class Program:
             for axis in reversed(cut):
                 gathered = self._stack(gathered, axis)
             for places in itertools.product(*(range(self.mesh.axes[a].size) for a in cut)):
-                coordinates = list(self.mesh.coordinates(self.ranks.rank, m))
+                coordinates = list(self.mesh.coordinates(self.ranks.place, m))
                 for axis, place in zip(cut, places, strict=True):
                     coordinates[axis] = place
                 _put(full, use.layout.runs(use.shape, self.mesh, tuple(coordinates)), gathered[places])

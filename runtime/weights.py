@@ -38,7 +38,7 @@ class Reduced:
 class Ways:
     """``at_use``: the parameters, as places in `Local.parameters`, that are gathered for each unit that reads them;
     ``entered``: once a step, before anything is read; ``prologue``, ``forward`` and ``backward`` (by call): gathered
-    at use; ``reduced`` in the order in which backward starts them; ``reached``: the parameters that the
+    at use, and where backward is parted for its ``parts``, ``I`` and ``W``; ``reduced`` in the order in which backward starts them; ``reached``: the parameters that the
     loss has a gradient for."""
 
     at_use: frozenset[int]
@@ -46,6 +46,7 @@ class Ways:
     prologue: tuple[Bucket, ...]
     forward: tuple[tuple[Bucket, ...], ...]
     backward: tuple[tuple[Bucket, ...], ...]
+    parts: Mapping[str, tuple[tuple[Bucket, ...], ...]]
     reduced: tuple[Reduced, ...]
     reached: frozenset[int]
 
@@ -53,39 +54,44 @@ class Ways:
         """How often each bucket goes in a step: (bucket, times from rest to use, times back)."""
         for bucket in (*self.entered, *self.prologue):
             yield bucket, 1, 0
-        for bucket in (b for call in (*self.forward, *(self.backward if train else ())) for b in call):
+        backward = [*self.parts.values()] if self.parts else [self.backward]
+        for bucket in (b for part in (self.forward, *(backward if train else ())) for call in part for b in call):
             yield bucket, microbatches, 0
         for r in self.reduced if train else ():
             yield r.bucket, 0, microbatches if r.reduce == "microbatch" else 1
 
-    def gathers(self, microbatches: int, *, train: bool) -> Iterator[tuple[Bucket, ...]]:
-        """What is gathered for each moment of a step: the prologue, then in each microbatch the forward of every call
-        and (``train``) the backward of every call from the last."""
+    def gathers(self, actions: Iterable[str]) -> Iterator[tuple[Bucket, ...]]:
+        """What is gathered for each moment of a step: the prologue, then for each of ``actions`` (``F``; ``B``, or ``I``
+        and ``W``) every call, backward from the last."""
         yield self.prologue
-        for _ in range(microbatches):
-            yield from self.forward
-            if train:
-                yield from reversed(self.backward)
+        for action in actions:
+            if action == "F":
+                yield from self.forward
+            else:
+                yield from reversed(self.backward if action == "B" else self.parts[action])
 
 
-def ways_of(local: Local, units: Mapping[int, Units], cap: int = CAP) -> Ways:
+def ways_of(local: Local, units: Mapping[int, Units], cap: int = CAP, parted: bool = False) -> Ways:
     """The ways of a rank's program. ``units``: how its units are run, for a microbatch of so many rows; all have the
-    same calls."""
+    same calls. ``parted``: backward makes the gradients of parameters apart."""
     run = next(iter(units.values()))
     at_use = frozenset(i for i, u in enumerate(local.parameters) if u.gather == "use" and u.fqn in local.enter)
     last: dict[int, int] = {}
-    forward, backward = [], []
+    forward, backward, inputs, weights = [], [], [], []
     for number, call in enumerate(run.program.calls):
         unit = run.units[call.kind]
         read = [(place, i) for place, (word, i) in enumerate(call.args) if word == "parameter"]
         forward.append(buckets(local, (i for _, i in read if i in at_use), cap))
         again = (i for place, i in read if i in at_use and place in unit.reads)
         backward.append(buckets(local, again, cap))
+        if parted:
+            inputs.append(buckets(local, (i for place, i in read if i in at_use and place in unit.input_reads), cap))
+            weights.append(buckets(local, (i for place, i in read if i in at_use and place in unit.weight_reads), cap))
         for place, i in read:
             if place in unit.grads:
                 last.setdefault(i, number)
     loss = run.program.outputs[0] if run.program.outputs else ("", 0)
-    if loss[0] == "parameter" and local.parameters[loss[1]].trainable:
+    if local.has_loss and loss[0] == "parameter" and local.parameters[loss[1]].trainable:
         last.setdefault(loss[1], 0)
     order = sorted(last, key=lambda i: (-last[i], i))
     reduced = [
@@ -98,6 +104,7 @@ def ways_of(local: Local, units: Mapping[int, Units], cap: int = CAP) -> Ways:
         prologue=buckets(local, (i for i in _prologue_reads(local) if i in at_use), cap),
         forward=tuple(forward),
         backward=tuple(backward),
+        parts={"I": tuple(inputs), "W": tuple(weights)} if parted else {},
         reduced=tuple(sorted(reduced, key=lambda r: -r.after)),
         reached=frozenset(last),
     )
@@ -111,7 +118,8 @@ def _prologue_reads(local: Local) -> list[int]:
 
 
 class Weights:
-    """One step. ``rests``: the pieces at rest; ``wanted``: whose gradient is; both in the order of the parameters.
+    """One step. ``rests``: the pieces at rest; ``wanted``: whose gradient is; both in the order of the parameters;
+    ``actions``: what is done, as `Ways.gathers` takes it.
 
     Moments come in the order of `Ways.gathers`: `arrive` brings the weights of the next, `release` lets go of them.
     """
@@ -122,9 +130,7 @@ class Weights:
         uses: Sequence[ParameterUse],
         rests: Sequence[Tensor],
         wanted: Sequence[bool],
-        microbatches: int,
-        *,
-        train: bool,
+        actions: Sequence[str],
     ) -> None:
         self.ways, self.uses, self.rests, self.wanted = ways, uses, rests, wanted
         self.read = [None if i in ways.at_use else rest for i, rest in enumerate(rests)]
@@ -133,7 +139,7 @@ class Weights:
         self._sums: dict[int, tuple[Tensor, bool]] = {}  # at use; whether they may be added to in place
         self._back: deque[Flight] = deque()
         self._enter()
-        self._moments = ways.gathers(microbatches, train=train)
+        self._moments = ways.gathers(actions)
         self._next = self._start(next(self._moments, ()))
         self._here: list[int] = []
 

@@ -16,6 +16,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
+from autopar.runtime.mesh import Ranks
+from autopar.runtime.parameters import home, is_here, local
+
 
 def whole(tensor: Tensor, room: Tensor) -> Tensor:
     """The whole tensor on every rank; one that no rank has in pieces is the tensor itself. Pieces come in ``room``, of
@@ -31,6 +34,24 @@ def whole(tensor: Tensor, room: Tensor) -> Tensor:
     for holder, shape, index in pieces(tensor):
         piece = own if rank == holder else _in(room, shape, tensor.dtype)
         dist.broadcast(piece, src=holder)
+        full[index] = piece
+    return full
+
+
+def everywhere(parameter: Tensor, value: Tensor | None, ranks: Ranks) -> Tensor | None:
+    """The whole of what lies as ``parameter`` does, itself or its gradient, on every rank; None where no rank has it.
+    ``value``: what this rank has. Collective."""
+    if ranks.stages == 1:
+        return value.full_tensor() if isinstance(value, DTensor) else value
+    assert isinstance(parameter, DTensor)
+    if not any(here for (here,) in ranks.gather_numbers([int(value is not None and is_here(parameter))])):
+        return None
+    own = None if value is None else local(value).detach().contiguous()
+    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
+    for holder, shape, index in pieces(parameter):
+        piece = own if ranks.rank == holder else torch.empty(shape, dtype=parameter.dtype, device=ranks.device)
+        assert piece is not None
+        dist.broadcast(piece, src=holder, group=ranks.world)
         full[index] = piece
     return full
 
@@ -54,7 +75,7 @@ def on_rank_0(tensor: Tensor, room: Tensor) -> Tensor | None:
 
 def pieces(tensor: DTensor) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...]]]:
     """Every piece once: (the first rank that holds it, its shape, where it lies); the same on every rank."""
-    mesh = tensor.device_mesh
+    mesh = home(tensor)
     for at in itertools.product(*map(range, mesh.shape)):
         if any(c and not held.is_shard() for c, held in zip(at, tensor.placements, strict=True)):
             continue
@@ -77,4 +98,4 @@ def _in(room: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return room[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
-__all__ = ["on_rank_0", "pieces", "room_for", "whole"]
+__all__ = ["everywhere", "on_rank_0", "pieces", "room_for", "whole"]

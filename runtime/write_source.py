@@ -80,13 +80,16 @@ class Tree:
 def save(program: Program, folder: Path) -> None:
     """Write the programs of all ranks; collective. Rank 0 writes."""
     ranks = program.ranks
+    if ranks.stages > 1 or len(program.stages) > 1:
+        raise AutoparError("save_source: a pipeline is not written as source yet. Pin pp=1.")
     groups = {name: axis for axis, name in ranks.group_names.items()}
-    own = source_of(program.local, program.units, groups, Tree.of(program.tensors, program.local))
-    every: list[Any] = [None] * ranks.mesh.ranks
+    (stage,) = program.stages
+    own = source_of(stage.local, stage.units, groups, Tree.of(program.tensors, stage.local))
+    every: list[Any] = [None] * ranks.count
     dist.all_gather_object(every, own, group=ranks.world)
     if ranks.rank == 0:
         buffers = {f"buffer/{n}": b.detach().cpu() for n, b in program.tensors.named_buffers()}
-        constants = zip(program.local.constants, program.constants, strict=True)
+        constants = zip(stage.local.constants, stage.constants, strict=True)
         tensors = buffers | {f"constant/{n}": c.detach().cpu() for n, c in constants}
         write(folder, every, program.mesh, tensors)
     ranks.gather_numbers([0])  # nobody reads what is not written

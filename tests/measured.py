@@ -68,7 +68,7 @@ def measured(rank: int, model: ModelSpec, batch: int | None, text: str) -> Measu
         with_changes(apply(plan, subject.prepared(plan.microbatches, "fp32"))), ranks.rank, ranks.group_names
     )
     tensors = place(subject.loaded.model, program_of.parameters, ranks)
-    program = Program(program_of, tensors, ranks, subject.captured.constants)
+    program = Program([program_of], tensors, ranks, subject.captured.constants)
     optimizer = torch.optim.AdamW(tensors.parameters())
     watch = Watch({local(p).untyped_storage().data_ptr() for p in tensors.parameters() if isinstance(p, DTensor)})
     backward = Run.backward

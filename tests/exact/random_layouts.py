@@ -153,7 +153,7 @@ def real(rank: int, name: str, seed: int, sizes: tuple[int, int]) -> float:
     model, _, _, _ = ModelSpec(f"autopar.models.{name}:make", MODELS[name]).load()
     model.train().double()
     names = place(model, program.parameters, ranks)
-    (loss,) = Program(program, names, ranks, ref.captured.constants).step(ref.inputs)
+    (loss,) = Program([program], names, ranks, ref.captured.constants).step(ref.inputs)
     gradients = {n: None if p.grad is None else p.grad.full_tensor() for n, p in names.named_parameters()}  # type: ignore[attr-defined]
     assert all(own_piece(p).is_contiguous() for p in names.parameters())
     return distance(name, loss, gradients, dict(names.named_buffers()))

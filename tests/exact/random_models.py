@@ -76,7 +76,7 @@ def real(rank: int, seed: int) -> tuple[str, str]:
     program = lower(with_changes(drawn), ranks.rank, ranks.group_names)
     names = place(model.double(), program.parameters, ranks)
     constants = {n: judge.attributes[n] for n in judge.captured.constants}
-    (loss,) = Program(program, names, ranks, constants).step(judge.inputs)
+    (loss,) = Program([program], names, ranks, constants).step(judge.inputs)
     grads = {n: None if p.grad is None else p.grad.full_tensor() for n, p in names.named_parameters()}
     step = Run(loss, grads, dict(names.named_buffers()), {})
     return name, random_models.verdict(judge, distances(step, judge.reference, lr=1.0)[0])

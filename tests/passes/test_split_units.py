@@ -120,7 +120,7 @@ def unit_of(forward: Any, *shapes: tuple[int, ...], frozen: bool = False) -> Uni
         val = node.meta.get("val")
         node.meta["val"] = val.to("meta") if isinstance(val, Tensor) else val
     refs = [("parameter", 0), *(("input", i) for i in range(len(shapes) - 1))]
-    return split_units(fx.GraphModule(gm, gm.graph), refs, [not frozen])
+    return split_units(fx.GraphModule(gm, gm.graph), refs, () if frozen else {("parameter", 0)})
 
 
 def test_gradients_flow_where_autograd_lets_them() -> None:

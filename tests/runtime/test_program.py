@@ -20,7 +20,7 @@ from autopar.errors import AutoparError
 from autopar.passes import facts
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import InputUse, Local, OutputUse, ParameterUse, enter_graph
-from autopar.runtime import collectives, program
+from autopar.runtime import collectives, stage
 from autopar.runtime.mesh import RankError, Ranks, connect
 from autopar.runtime.parameters import place
 from autopar.runtime.pool import RankPool
@@ -174,7 +174,7 @@ def program_of(
     ranks = connect(mesh, timeout)
     local = local_of(mesh, ranks.rank, ranks.group_names, **options)
     tensors = place(model, local.parameters, ranks)
-    return Program(local, tensors, ranks, {"shift": torch.zeros(OUT, dtype=torch.float64)}), tensors, ranks
+    return Program([local], tensors, ranks, {"shift": torch.zeros(OUT, dtype=torch.float64)}), tensors, ranks
 
 
 def full(tensors: nn.Module) -> dict[str, Tensor]:
@@ -238,7 +238,7 @@ def outputs_alive(rank: int, mesh: Mesh, outputs: bool) -> list[bool]:
 
         return call
 
-    for unit in {unit for units in program.units.values() for unit in units.units if unit.kind.trains}:
+    for unit in {unit for units in program.stages[0].units.values() for unit in units.units if unit.kind.trains}:
         unit.forward = watched(unit.forward)  # type: ignore[method-assign]
     program.step(batch(), outputs=outputs)
     return alive
@@ -263,17 +263,17 @@ def counted_step(rank: int, mesh: Mesh, together: bool, options: dict[str, Any])
     """Gradients of a step in microbatches, and the collectives between rest and use: (gathers, reductions)."""
     with pytest.MonkeyPatch.context() as patch:
         if not together:
-            patch.setattr(program, "ways_of", lambda local, units: ways_of(local, units, cap=0))
+            patch.setattr(stage, "ways_of", lambda local, units, parted: ways_of(local, units, cap=0))
         made, tensors, _ = program_of(mesh, Net(frozen=options.get("frozen", ())), **options)
         sent = Sent(patch)
         with torch.no_grad():
-            weights = made._weights(train=True)
+            weights = made._weights(made.stages[0], "FB", train=True)
             gathers, sent.names = sent.names, []
             for i, use in enumerate(made.local.parameters):
                 read = weights.read[i]
                 if use.trainable and use.fqn != "gain" and read is not None:
                     weights.add(i, torch.ones_like(read), True)
-            for after in dict.fromkeys(r.after for r in made.ways.reduced):
+            for after in dict.fromkeys(r.after for r in made.stages[0].ways.reduced):
                 weights.reduce(after, last=True)
             weights.finish()
         reductions, sent.names = sent.names, []

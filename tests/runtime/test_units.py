@@ -28,7 +28,7 @@ from autopar.passes.insert_changes import produced_layout
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.pins import Pins, resolve
 from autopar.runtime import collectives, ops, units
-from autopar.runtime import program as program_module
+from autopar.runtime import stage
 from autopar.runtime.buckets import Bucket, Flight
 from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key
@@ -139,7 +139,7 @@ def made(case: Case) -> tuple[Program, nn.Module, Local]:
         for number, kind in enumerate(k for p in local.units.values() for k in p.classes):
             if kind.trains and (case.autograd == "all" or number % 2):
                 units._UNITS[kind.key, ranks.device] = Autograd(kind, "asked for")
-    return Program(local, tensors, ranks, captured.constants), tensors, local
+    return Program([local], tensors, ranks, captured.constants), tensors, local
 
 
 def results(program: Program, tensors: nn.Module, steps: int = 2) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def order_of_work(rank: int, case: Case) -> list[str]:
     """Backwards of units, and reductions as they start and as they have been waited for."""
     done: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(program_module, "ways_of", lambda local, units: ways_of(local, units, cap=500))
+        patch.setattr(stage, "ways_of", lambda local, units, parted: ways_of(local, units, cap=500))
         program, _, _ = made(case)
         for owner, name, word in ((Explicit, "backward", "backward"), (Weights, "_bring", "brought")):
             patch.setattr(owner, name, noted(done, word, getattr(owner, name)))

@@ -27,6 +27,8 @@ Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor on the wire."""
 Edge: TypeAlias = tuple[int, int]
 """The pipeline ranks that a message leaves and reaches."""
+WAITED = ("gloo", "NCCL", "Timed out", "Connection", "closed by peer", "c10d")
+"""Words of errors of a collective that waited for another rank: the rank to blame is that one."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,11 @@ class Message(NamedTuple):
     source: int
     target: int
     gradient: bool
+
+    def __str__(self) -> str:
+        what = f"microbatch {self.microbatch}'s {'gradient of ' if self.gradient else ''}value {self.number}"
+        there, back = (self.target, self.source) if self.gradient else (self.source, self.target)
+        return f"{what} from stage {there} to stage {back}"
 
     def edge(self, ranks: int) -> Edge:
         """The pipeline ranks it leaves and reaches."""
@@ -186,7 +193,9 @@ class Pipeline:
         except RankError:
             raise
         except BaseException as error:
-            self.transport.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
+            text = " ".join(str(error).split())
+            if not isinstance(error, RuntimeError) or not any(word in text for word in WAITED):
+                self.transport.fail(f"{type(error).__name__}: {text[:200]}")
             raise
 
     def stage(self, chunk: int) -> int:
@@ -327,6 +336,8 @@ class _Step:
         self.values[number, microbatch] = value, self.pipeline._readers[number]
 
     def read(self, number: int, microbatch: int) -> Tensor:
+        if (number, microbatch) not in self.values:
+            raise AutoparError(f"schedule: microbatch {microbatch}'s value {number} is read before this rank makes it.")
         value, readers = self.values.pop((number, microbatch))
         if readers > 1:
             self.values[number, microbatch] = value, readers - 1
@@ -338,6 +349,8 @@ class _Step:
         for i, target in enumerate(crossing.targets):
             message = Message(crossing.number, microbatch, crossing.source, target, True)
             here = target % self.pipeline.ranks == self.pipeline.rank
+            if here and message not in self.gradients:
+                raise AutoparError(f"schedule: {message} is read before this rank makes it.")
             own = self.gradients.pop(message) if here else self.posted.pop(message).wait()
             total = own if total is None else total + own if i == 1 else total.add_(own)
         assert total is not None, f"value {crossing.number} crosses to no stage"

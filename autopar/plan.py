@@ -242,6 +242,22 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class StageFigures:
+    """What a stage of a pipeline should take for a microbatch, on each of its ranks: seconds of ``forward_s`` and
+    ``backward_s``, bytes that cross to later stages (``sent``) and of gradients that come back (``returned``).
+    ``in_flight``: the most microbatches between their forward and the end of their backward; ``peak_bytes``: of a rank,
+    with all its stages; ``parameters``: elements that the stage reads, of the whole model."""
+
+    forward_s: float
+    backward_s: float
+    parameters: int
+    in_flight: int
+    sent: int
+    returned: int
+    peak_bytes: float
+
+
+@dataclass(frozen=True)
 class Predicted:
     """What the plan should cost and do: seconds a step, GiB of a rank at its fullest moment (``peak_at``: which unit's
     turn that is, and the op), and facts counted from the emitted program. Never read back when the plan is applied."""
@@ -255,6 +271,7 @@ class Predicted:
     fallback: tuple[str, ...] = ()  # ops without a rule, run whole
     autograd: tuple[str, ...] = ()  # units that have no graph of their backward, and why: "module: reason"
     peak_at: str = ""
+    stages: tuple[StageFigures, ...] = ()  # of a pipeline; seconds in ``parts`` are those of the mean rank then
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,8 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     Raises AutoparError where the plan, made elsewhere or edited, does not fit the model.
     """
     axes, train = {axis.name: axis.name for axis in plan.axes}, prepared.captured.training
+    if plan.pp > 1:
+        return _with_stages(plan, prepared, cluster)
     model = with_changes(apply(plan, prepared))
     local = lower(model, 0, axes)
     mesh = _with_wires(plan_mesh(plan), plan, cluster)
@@ -79,6 +81,17 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
         autograd=_left_to_autograd(local) if train else (),
     )
     return replace(plan, predicted=predicted)
+
+
+def _with_stages(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
+    from autopar.predict_stages import predict_stages
+
+    plan, parts = predict_stages(plan, prepared, cluster)
+    seconds = plan.predicted.step_time_s or 0.0
+    parts |= _rates(model_flops(prepared.body, train=True), plan.ranks, cluster.chip, seconds)
+    parts["memory_limit_bytes"] = cluster.limit
+    parts |= _tokens(prepared.captured)
+    return replace(plan, predicted=replace(plan.predicted, parts={key: float(parts[key]) for key in sorted(parts)}))
 
 
 def _left_to_autograd(local: Local) -> tuple[str, ...]:

@@ -49,9 +49,28 @@ def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mappin
     """
     if rests:  # by an eval program that came first, whose ranks are these
         return _pinned(captured, pins, cluster, rests)
+    if (pins.pp or 1) > 1:
+        return _pipelined(captured, pins, cluster)
     if solves(pins):
         return _solved(captured, pins, cluster)
     return _solved_with_axes(captured, pins, cluster)
+
+
+def _pipelined(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
+    """With stages: each search is one on the ranks of a stage."""
+    from autopar.choosing.pipelines import pipelined
+
+    resolved = resolve(pins, cluster.ranks, captured.batch if pins.axes else None)
+    whole = prepare(captured, 1)
+
+    def inner(asked: Pins, part: Cluster) -> tuple[Plan, Prepared]:
+        if solves(asked):
+            made = _solved(captured, asked, part, prepared=whole, nearest=False)
+        else:
+            made = _solved_with_axes(captured, asked, part, whole)
+        return made.plan, made.prepared
+
+    return Planned(*pipelined(pins, resolved, cluster, captured.batch, inner))
 
 
 def _solved(captured: Capture, pins: Pins, cluster: Cluster, **options: Any) -> Planned:
@@ -61,11 +80,11 @@ def _solved(captured: Capture, pins: Pins, cluster: Cluster, **options: Any) -> 
     return Planned(found.plan, found.prepared, found.search, found.seconds)
 
 
-def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
+def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared | None = None) -> Planned:
     """On pinned axes: ZeRO stage 0, one microbatch and nothing made again where open and where that fits, else the
     fastest that fits."""
     resolve(pins, cluster.ranks, captured.batch)
-    prepared = prepare(captured, 1)
+    prepared = prepared or prepare(captured, 1)
     plain = replace(pins, zero=pins.zero or 0, microbatches=pins.microbatches or 1, recompute=pins.recompute or "none")
     try:
         made = _attempt(captured, plain, cluster, prepared)

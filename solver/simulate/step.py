@@ -38,7 +38,7 @@ class Step:
     and reductions take turns, because they take the same links. ``optimizer_s`` and ``static`` bytes: by rank.
     ``tied_s``: adding up what the first and the last rank found of a weight that both hold. ``staggered``: steps
     follow each other without meeting (None: where the schedule is a zero-bubble one, whose optimizer checks afterwards
-    what others wait for).
+    what others wait for). ``order``: each rank's actions, where they are not those of ``schedule``.
     """
 
     chunks: tuple[tuple[Chunk, ...], ...]
@@ -56,6 +56,7 @@ class Step:
     shared_data: bool = True
     tied_s: float = 0.0
     staggered: bool | None = None
+    order: tuple[tuple[Action, ...], ...] = ()
 
 
 def run(step: Step) -> Timeline:
@@ -121,6 +122,8 @@ class _Builder:
     def orders(self) -> Schedule:
         """Each rank's actions."""
         step = self.step
+        if step.order:
+            return [[*rank] for rank in step.order]
         chunks = {len(rank) for rank in step.chunks}
         if len(chunks) != 1:
             raise AutoparError(f"step.chunks: ranks have {sorted(chunks)} chunks. Give each rank as many.")

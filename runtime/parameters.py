@@ -68,7 +68,7 @@ def place(
         held = holders.get(id(parameter), (0,))
         here = ranks.stage in held
         runs = layout.runs(shape, ranks.mesh, ranks.coordinates)
-        own = _filled(parameter, runs if here else ((0, 0),) * len(shape), ranks, real)
+        own = _filled(parameter, runs if here else (((0, 0),),) * len(shape), ranks, real)
         dtensor = DTensor.from_local(
             own if here else own.new_empty(0),
             device_meshes[ranks.stage if here else held[0]],
@@ -137,7 +137,7 @@ def runs_of(tensor: Tensor) -> Runs:
     if not isinstance(tensor, DTensor):
         return whole_runs(tensor.shape)
     if not is_here(tensor):
-        return ((0, 0),) * tensor.ndim
+        return (((0, 0),),) * tensor.ndim
     lengths, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(((start, length),) for start, length in zip(starts, lengths, strict=True))
 

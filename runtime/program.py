@@ -186,7 +186,7 @@ class Program:
     def _transport(self) -> Transport:
         if self.ranks.column is None:
             return Nobody()
-        return TorchTransport(self.ranks.column, self.ranks.store, self.ranks.device, self.ranks.timeout)
+        return TorchTransport(self.ranks)
 
     def _spec(self, number: int, microbatch: int) -> Spec:
         """What crosses, as the ranks of this column hold it."""

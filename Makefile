@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init clean
+.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init  ## every large table
+exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules  ## every large table
 
 # torchvision and timm stay out of .venv: torchvision's release needs a CUDA torch, and transformers imports it unasked.
 build/vision: $(READY)
@@ -70,6 +70,9 @@ exact-checkpoints: build/vision  ## runs that stop under one plan and go on unde
 
 exact-init: $(READY)  ## first values of a billion parameters on 4 ranks: equal, in which bytes (at most 30 minutes)
 	$(BIN)/python tests/exact/initialise.py
+
+exact-schedules: $(READY)  ## 2,000 random pipelines, some that deadlock: the static check against the executor (2 minutes)
+	$(BIN)/python tests/exact/schedules.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

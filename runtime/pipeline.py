@@ -110,7 +110,7 @@ class Transport(Protocol):
 
 
 class Chunk(Protocol):
-    """One stage of the model, as `Pipeline` runs it."""
+    """One stage of the model, as `Pipeline` runs it. The dicts that it is given are its own: nobody else holds them."""
 
     def forward(self, microbatch: int, received: dict[int, Tensor]) -> dict[int, Tensor]:
         """The values that cross from here, by number, from those that cross to here. All are detached."""
@@ -283,9 +283,8 @@ class _Step:
         for message in pipeline.needed(action):
             if (message.number, m) not in self.values:
                 self.keep(message.number, m, self.posted.pop(message).wait())
-        received = {c.number: self.read(c.number, m) for c in pipeline._read.get(stage, ())}
-        made = self.chunks[chunk].forward(m, received)
-        del received
+        reads = pipeline._read.get(stage, ())
+        made = self.chunks[chunk].forward(m, {c.number: self.read(c.number, m) for c in reads})
         for crossing in pipeline._made.get(stage, ()):
             self.check(made, crossing.number, m, f"the forward of stage {stage}")
             if pipeline._readers[crossing.number]:
@@ -296,13 +295,10 @@ class _Step:
     def backward(self, action: Action, *, last: bool) -> None:
         pipeline, (letter, chunk, m) = self.pipeline, action
         stage = pipeline.stage(chunk)
-        gradients: dict[int, Tensor] = {}
-        if letter != "W":
-            gradients = {c.number: self.summed(c, m) for c in pipeline._made.get(stage, ()) if c.grad}
-        made = self.chunks[chunk].backward(m, gradients, letter, last)
+        sent = [c for c in pipeline._made.get(stage, ()) if c.grad and letter != "W"]
+        made = self.chunks[chunk].backward(m, {c.number: self.summed(c, m) for c in sent}, letter, last)
         if letter == "W":
             return
-        del gradients
         for crossing in pipeline._read.get(stage, ()):
             if not crossing.grad:
                 continue
@@ -320,9 +316,7 @@ class _Step:
             way = self.pipeline._ways.get(edge, [])
             while message not in self.posted and not self.has(message):
                 if self.next[edge] == len(way):
-                    raise AutoparError(
-                        f"schedule: no rank sends {message} a second time, or at all. Check the schedule."
-                    )
+                    raise AutoparError(f"schedule: no rank sends {message}. Check the schedule.")
                 ahead = way[self.next[edge]]
                 self.next[edge] += 1
                 self.posted[ahead] = self.transport.receive(ahead, self.pipeline.specs(ahead.number, ahead.microbatch))

@@ -275,6 +275,7 @@ class _Step:
                 self.forward(action)
             else:
                 self.backward(action, last=i in self.pipeline._last)
+        assert not (self.posted or self.values or self.gradients), "something came that nobody read"
         self.transport.drain()
 
     def forward(self, action: Action) -> None:

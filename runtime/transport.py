@@ -127,8 +127,13 @@ class TorchTransport:
                 store = PrefixStore(f"link/{source}-{target}", self.store)
                 _links[key] = Link(source, target, store, self.device, self.timeout)
             self.links[edge] = link = _links[key]
-            greeting = Message(-1, -1, edge[0], edge[1], False)
-            self._finish(link.start(torch.zeros(1, device=self.device)), greeting, link)
+            greeting, begun = Message(-1, -1, edge[0], edge[1], False), time.monotonic()
+            try:
+                job = link.start(torch.zeros(1, device=self.device))
+            except dist.DistError as error:
+                who = self._waits(greeting, link, time.monotonic() - begun)
+                raise RankError(self._end(f"{who}, which did not come. Look at its own error first.")) from error
+            self._finish(job, greeting, link)
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """See `Transport`. The tensor is kept until it has been sent."""

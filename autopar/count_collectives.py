@@ -84,10 +84,11 @@ class Sent:
 
 
 def count_collectives(
-    local: Local, axis_of: Mapping[str, str], mesh: Mesh | None = None, *, train: bool = True
+    local: Local, axis_of: Mapping[str, str], mesh: Mesh | None = None, *, train: bool = True, parted: bool = False
 ) -> tuple[Collective, ...]:
     """What one rank takes part in during one step. ``axis_of``: name of a process group -> name of the mesh axis;
-    ``mesh``: the wires by which seconds are counted (None: they are not); ``train``: with the backward.
+    ``mesh``: the wires by which seconds are counted (None: they are not); ``train``: with the backward, ``parted`` in
+    that of inputs and that of weights.
 
     Sorted by axis, kind and phase.
     """
@@ -107,9 +108,21 @@ def count_collectives(
             add(of[call.kind], (FORWARD, BACKWARD), rows[r], rows[r])
     if local.prologue is not None:
         add(sends(local.prologue, {}), (PROLOGUE, PROLOGUE), 1, 0)
-    for bucket, there, back in ways_of(local, units).moves(sum(rows.values()), train=train):
+    for bucket, there, back in ways_of(local, units, parted=parted).moves(sum(rows.values()), train=train):
         add(sends_of(bucket, local), HIDDEN, there, back)
     return tuple(_row(key, found[key], size[key], mesh) for key in sorted(found) if found[key])
+
+
+def summed(every: Iterable[Sequence[Collective]]) -> tuple[Collective, ...]:
+    """Rows of several programs that one rank runs, those of one kind, axis and phase added up."""
+    found: dict[tuple[str, str, str], Collective] = {}
+    for c in (row for rows in every for row in rows):
+        key = (c.axis, c.kind, c.phase)
+        if (old := found.get(key)) is not None:
+            seconds = None if c.seconds is None or old.seconds is None else old.seconds + c.seconds
+            c = replace(c, count=old.count + c.count, bytes=old.bytes + c.bytes, seconds=seconds)
+        found[key] = c
+    return tuple(found[key] for key in sorted(found))
 
 
 def _row(key: tuple[str, str, str], count: int, nbytes: int, mesh: Mesh | None) -> Collective:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves
 
 from autopar.passes.lower import Local, ParameterUse
 from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
-from autopar.runtime.program import Batch, Program
 from autopar.runtime.pipeline import Transport
+from autopar.runtime.program import Batch, Program
 from autopar.runtime.run import Units, units_of
-from autopar.runtime.stage import Nobody, Stage, alone
+from autopar.runtime.stage import Nobody, Stage, Stages, alone
 from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def dry_run(local: Local, captured: Capture) -> Ran:
     """Run the second step of training with fused AdamW: the first has no states of the optimizer yet."""
     units = units_of(local)
     with kept_apart() as kept, FakeTensorMode(allow_non_fake_inputs=True), Watch(kept) as watch:
-        program = _Dry(local, units, captured)
+        program = _Dry([local], [units], captured)
         optimizer = torch.optim.AdamW(program.leaves(), lr=1e-3, fused=True)
         for _ in range(2):
             watch.restart()
@@ -171,19 +171,32 @@ class _Buffers(nn.Module):
 
 
 class _Dry(Program):
-    """A program without ranks."""
+    """A program without ranks. ``locals`` and ``units``: of each of its stages; ``pipeline``: where there are other
+    ranks along it, of which this one is ``at``; ``unused``: parameters that no stage of any rank reads."""
 
-    def __init__(self, local: Local, units: Mapping[int, Units], captured: Capture) -> None:
-        self.mesh, self.at = local.mesh, 0
+    def __init__(
+        self,
+        locals: Sequence[Local],
+        units: Sequence[Mapping[int, Units]],
+        captured: Capture,
+        pipeline: Stages | None = None,
+        at: int = 0,
+        unused: Collection[str] | None = None,
+    ) -> None:
+        self.mesh, self.at = locals[0].mesh, at
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
-        self.pipeline, self.seed, self.steps = alone(local, len(self.rows)), 0, 0
-        self.tensors = _Buffers(
-            {n: _like(captured.buffers[n]) for n in dict.fromkeys(local.buffers + local.buffer_updates)}
+        self.pipeline, self.seed, self.steps = pipeline or alone(locals[0], len(self.rows)), 0, 0
+        named = dict.fromkeys(n for x in locals for n in (*x.buffers, *x.buffer_updates))
+        self.tensors = _Buffers({n: _like(captured.buffers[n]) for n in named})
+        constants = {n: _like(captured.constants[n]) for x in locals for n in x.constants}
+        parted = any(letter == "W" for letter, _, _ in self.actions)
+        self.stages = tuple(
+            Stage(c * len(self.pipeline.schedule) + at, x, u, x.prologue, [constants[n] for n in x.constants], parted)
+            for c, (x, u) in enumerate(zip(locals, units, strict=True))
         )
-        constants = [_like(captured.constants[n]) for n in local.constants]
-        self.stages = (Stage(0, local, units, local.prologue, constants),)
-        self.rests = {u.fqn: self._rest(u) for u in local.parameters}
-        self.unused = [_like(p) for n, p in captured.parameters.items() if n not in self.rests]  # alive all the same
+        self.rests = {u.fqn: self._rest(u) for x in locals for u in x.parameters}
+        left = captured.parameters.keys() - self.rests.keys() if unused is None else unused
+        self.unused = [_like(p) for n, p in captured.parameters.items() if n in left]  # alive all the same
         self._executors = {}
 
     def _rest(self, use: ParameterUse) -> Tensor:
@@ -198,11 +211,12 @@ class _Dry(Program):
     def run(self) -> None:
         """`step`, but for what needs other ranks."""
         settle()
-        (step,) = self._run(self._inputs(), train=True, keep=False)
-        for i, gradient in step.weights.finish().items():
-            self.rests[self.local.parameters[i].fqn].grad = gradient
-        for name, update in zip(step.local.buffer_updates, step.updates, strict=True):
-            self.tensors.get_buffer(name).copy_(update)
+        for step in self._run(self._inputs(), train=True, keep=False):
+            for i, gradient in step.weights.finish().items():
+                rest = self.rests[step.local.parameters[i].fqn]
+                rest.grad = gradient if rest.grad is None else rest.grad.add_(gradient)
+            for name, update in zip(step.local.buffer_updates, step.updates, strict=True):
+                self.tensors.get_buffer(name).copy_(update)
 
     def _weights(self, stage: Stage, letters: Sequence[str], *, train: bool) -> Weights:
         uses = stage.local.parameters

@@ -86,12 +86,14 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
 def _with_stages(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     from autopar.predict_stages import predict_stages
 
-    plan, parts = predict_stages(plan, prepared, cluster)
+    plan, parts, locals = predict_stages(plan, prepared, cluster)
     seconds = plan.predicted.step_time_s or 0.0
     parts |= _rates(model_flops(prepared.body, train=True), plan.ranks, cluster.chip, seconds)
     parts["memory_limit_bytes"] = cluster.limit
     parts |= _tokens(prepared.captured)
-    return replace(plan, predicted=replace(plan.predicted, parts={key: float(parts[key]) for key in sorted(parts)}))
+    sorted_parts = {key: float(parts[key]) for key in sorted(parts)}
+    autograd = tuple(dict.fromkeys(text for local in locals for text in _left_to_autograd(local)))
+    return replace(plan, predicted=replace(plan.predicted, parts=sorted_parts, autograd=autograd))
 
 
 def _left_to_autograd(local: Local) -> tuple[str, ...]:

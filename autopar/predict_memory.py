@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -25,14 +25,17 @@ from autopar.dry_run import IN_PLACE, SAME, _whole
 from autopar.dry_run import _Dry as Dry
 from autopar.dry_run import _tensors as tensors_of
 from autopar.liveness import View, Walk, walk
+from autopar.passes.differentiate import Differentiated
 from autopar.passes.lower import Local
+from autopar.passes.split_backward import Part
 from autopar.passes.split_units import UnitClass
 from autopar.runtime.buckets import Flight
 from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
+from autopar.runtime.pipeline import Edge, Message, Spec, Transport
 from autopar.runtime.program import Batch
 from autopar.runtime.run import Units, units_of
+from autopar.runtime.stage import Stage, Stages, alone
 from autopar.runtime.units import Explicit, Gradient, Unit, laid_out
-from autopar.runtime.stage import Stage, alone
 from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:
@@ -75,14 +78,28 @@ class Peak:
 def predict_memory(local: Local, captured: Capture, optimizer: int) -> Peak:
     """The fullest moment of a step of ``local``, or of a forward where it was captured in eval mode;
     ``optimizer``: bytes of its states."""
-    units = units_of(local)
-    for unit in (u for run in units.values() for u in run.units):  # traced and walked before anything is counted
-        _graphs(unit)
-    if local.prologue is not None:
-        walk_of(local.prologue)
+    return predict_rank([local], captured, optimizer)
+
+
+def predict_rank(
+    locals: Sequence[Local],
+    captured: Capture,
+    optimizer: int,
+    pipeline: Stages | None = None,
+    at: int = 0,
+    unused: Collection[str] | None = None,
+) -> Peak:
+    """The same of a rank with several stages, or with one of a pipeline: see `dry_run._Dry`. With ``pipeline`` every
+    microbatch of its schedule is run."""
+    units = [units_of(local) for local in locals]
+    for unit in (u for each in units for run in each.values() for u in run.units):
+        _graphs(unit)  # traced and walked before anything is counted
+    for local in locals:
+        if local.prologue is not None:
+            walk_of(local.prologue)
     with kept_apart(), _without_data(units), Ledger() as ledger:
         with ledger.of("parameters"):
-            program = _Replayed(local, units, captured, ledger)
+            program = _Replayed(locals, units, captured, ledger, pipeline, at, unused)
         with ledger.of("optimizer"):
             states = torch.empty(optimizer, dtype=torch.uint8)
         ledger.restart()
@@ -95,9 +112,9 @@ def predict_memory(local: Local, captured: Capture, optimizer: int) -> Peak:
         return Peak(by_owner, ledger.where, tuple(ledger.timeline), dict(ledger.most_of))
 
 
-def _without_data(units: Mapping[int, Units]) -> AbstractContextManager[Any]:
+def _without_data(units: Sequence[Mapping[int, Units]]) -> AbstractContextManager[Any]:
     """In which tensors have no values: on the meta device, which is fast; as fakes where autograd runs a unit."""
-    if any(u.why is not None for run in units.values() for u in run.units):
+    if any(u.why is not None for each in units for run in each.values() for u in run.units):
         return FakeTensorMode(allow_non_fake_inputs=True)
     return torch.device("meta")
 
@@ -197,20 +214,43 @@ class Ledger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 class _Replayed(Dry):
     """A program whose units are replayed."""
 
-    def __init__(self, local: Local, units: Mapping[int, Units], captured: Capture, ledger: Ledger) -> None:
-        super().__init__(local, {rows: _replayed(run, ledger) for rows, run in units.items()}, captured)
+    def __init__(
+        self,
+        locals: Sequence[Local],
+        units: Sequence[Mapping[int, Units]],
+        captured: Capture,
+        ledger: Ledger,
+        pipeline: Stages | None,
+        at: int,
+        unused: Collection[str] | None,
+    ) -> None:
+        replayed = [{rows: _replayed(run, ledger) for rows, run in each.items()} for each in units]
+        super().__init__(locals, replayed, captured, pipeline, at, unused)
         self.ledger = ledger
-        (stage,) = self.stages
-        if local.prologue is not None:
-            once = _Replay(Unit(UnitClass(local.prologue, (), (), ())), ledger)
-            self.stages = (replace(stage, prologue=once.prologue),)
-        for tensor in (*(self.tensors.get_buffer(name) for name in local.buffers), *stage.constants):
+        self.stages = tuple(
+            stage
+            if stage.prologue is None
+            else replace(stage, prologue=_Replay(Unit(UnitClass(stage.prologue, (), (), ())), ledger).prologue)  # type: ignore[arg-type]
+            for stage in self.stages
+        )
+        tensors = [self.tensors.get_buffer(name) for local in locals for name in local.buffers]
+        for tensor in (*tensors, *(c for stage in self.stages for c in stage.constants)):
             ledger.give(tensor, "buffers")
-        if len(self.rows) > MOST_RUN:
-            self.rows = (*self.rows[: MOST_RUN - 1], self.rows[-1])
-            self.pipeline = alone(local, len(self.rows))
+        count = 1 + max(m for rank in self.pipeline.schedule for _, _, m in rank)
+        if pipeline is None and count > MOST_RUN:
+            count = MOST_RUN
+            self.pipeline = alone(locals[0], count)
+        if len(self.rows) > count:
+            self.rows = (*self.rows[: count - 1], self.rows[-1])
         with ledger.of("inputs"):
             self.batch = super()._inputs()
+
+    def _transport(self) -> Transport:
+        return _Wire(self.ledger, self.at, len(self.pipeline.schedule))
+
+    def _spec(self, number: int, microbatch: int) -> Spec:
+        use = self.pipeline.crossed[number]
+        return use.layout.local_shape(use.shape, self.mesh, self.mesh.coordinates(0, microbatch)), use.dtype
 
     @torch.no_grad()
     def run_forward(self) -> None:
@@ -227,6 +267,53 @@ class _Replayed(Dry):
         wanted = [u.trainable for u in uses]
         calls = [call.fqn for call in next(iter(stage.units.values())).program.calls]
         return _Weights(stage.ways, uses, rests, wanted, letters, ledger=self.ledger, calls=calls)
+
+
+class _Wire:
+    """A transport to ranks that are not there: what is received is made when its receive is posted, what is sent is
+    kept until the next is sent the same way."""
+
+    def __init__(self, ledger: Ledger, rank: int, ranks: int) -> None:
+        self.ledger, self.rank, self.ranks, self.device = ledger, rank, ranks, torch.empty(0).device
+        self.sending: dict[Edge, Tensor] = {}
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """See `runtime.pipeline.Transport`."""
+        return [list(numbers)] * self.ranks
+
+    def open(self, edges: Sequence[Edge], ranks: int) -> None:
+        """See `runtime.pipeline.Transport`."""
+
+    def send(self, message: Message, tensor: Tensor) -> None:
+        """See `runtime.pipeline.Transport`."""
+        self.sending[message.edge(self.ranks)] = tensor
+
+    def receive(self, message: Message, spec: Spec) -> _Posted:
+        """See `runtime.pipeline.Transport`."""
+        with self.ledger.of("sent"):
+            return _Posted(torch.empty(spec[0], dtype=spec[1]), self.ledger)
+
+    def drain(self) -> None:
+        """See `runtime.pipeline.Transport`."""
+        self.sending.clear()
+
+    def fail(self, why: str) -> None:
+        """See `runtime.pipeline.Transport`."""
+
+
+class _Posted:
+    """A receive whose tensor is there."""
+
+    def __init__(self, tensor: Tensor, ledger: Ledger) -> None:
+        self.tensor: Tensor | None = tensor
+        self.ledger = ledger
+
+    def wait(self) -> Tensor:
+        """Once."""
+        made, self.tensor = self.tensor, None
+        assert made is not None
+        self.ledger.give(made, "values")
+        return made
 
 
 class _Weights(Weights):
@@ -325,8 +412,33 @@ class _Replay(Unit):
         given = [*read, *held, *(laid_out(g, s) for g, s in zip(tangents, self.unit.strides, strict=True))]
         for emptied in (read, held, tangents):
             emptied.clear()
-        gradients = self._replay(made.backward, given, len(made.grads))
-        return [Gradient(arg, g, fresh) for arg, g, fresh in zip(made.grads, gradients, made.fresh, strict=True)]
+        return _gradients(made, self._replay(made.backward, given, len(made.grads)))
+
+    @property
+    def input_reads(self) -> tuple[int, ...]:
+        return self.unit.input_reads
+
+    @property
+    def weight_reads(self) -> tuple[int, ...]:
+        return self.unit.weight_reads
+
+    def inputs(self, read: list[Any], held: Any, tangents: list[Tensor]) -> tuple[list[Gradient], Any]:
+        assert isinstance(self.unit, Explicit)
+        part = self.unit._parted.inputs
+        given = [*read, *held, *(laid_out(g, s) for g, s in zip(tangents, self.unit.strides, strict=True))]
+        for emptied in (read, held, tangents):
+            emptied.clear()
+        if part is None:
+            return [], given
+        made, n = self._replay(part.graph, given, len(part.grads)), len(part.grads)
+        return _gradients(part, made[:n]), made[n:]
+
+    def weights(self, read: list[Any], carried: Any) -> list[Gradient]:
+        assert isinstance(self.unit, Explicit)
+        part, given = self.unit._parted.weights, [*read, *carried]
+        read.clear()
+        carried.clear()
+        return [] if part is None else _gradients(part, self._replay(part.graph, given, len(part.grads)))
 
     def _replay(self, graph: fx.GraphModule, args: list[Any], outputs: int) -> list[Any]:
         """What the graph returns; it lets go of its arguments as it goes. Results after ``outputs`` are saved."""
@@ -353,6 +465,10 @@ class _Replay(Unit):
                     given.pop(number, None)
         bases = given | real
         return [_view(bases, n, v) for n, v in zip(found.results, found.views, strict=True)]
+
+
+def _gradients(of: Differentiated | Part, made: Sequence[Tensor | None]) -> list[Gradient]:
+    return [Gradient(arg, g, fresh) for arg, g, fresh in zip(of.grads, made, of.fresh, strict=True) if g is not None]
 
 
 def _storage(found: Walk, number: int) -> Tensor:

@@ -2,115 +2,158 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from itertools import accumulate
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from autopar.build import Prepared, apply, plan_mesh
+from autopar.build import Prepared, plan_mesh, staged
+from autopar.capture import Capture
 from autopar.cluster import Cluster
-from autopar.passes.lower import with_changes
+from autopar.count_collectives import count_collectives, summed
+from autopar.optimizer_states import state_bytes
+from autopar.orders import actions
+from autopar.passes.layout import Mesh
+from autopar.passes.lower import Local, OutputUse, lower
+from autopar.passes.price import local_bytes
 from autopar.plan import Collective, Plan, StageFigures
+from autopar.predict_memory import Peak, predict_rank
 from autopar.predict_pipeline import Pipeline, along, parts_of
+from autopar.runtime.run import units_of
+from autopar.runtime.stage import Stages
+from autopar.runtime.weights import ways_of
 from autopar.solver.cost import update
+from autopar.solver.simulate.check import check_schedule
 
-KEPT = ("parameters", "gradients", "optimizer", "gathered")
+ROUNDS = 3  # times as many microbatches as stages are enough to find the peak of a schedule that alternates
 
 
-def predict_stages(plan: Plan, prepared: Prepared, cluster: Cluster) -> tuple[Plan, dict[str, float]]:
-    """The plan with its stages' figures, collectives and peak, and the ``parts`` of its prediction: seconds of the mean
-    rank, which add up to the step, bytes of the rank with the highest peak."""
-    model = with_changes(apply(plan, prepared))
-    pipe = Pipeline(plan, model, along(plan_mesh(plan), plan, cluster), cluster)
-    stages = range(len(plan.stages))
-    held = [pipe.held(s) for s in stages]
-    of_rank = [[s for s in stages if s % plan.pp == r] for r in range(plan.pp)]
-    updates = []
-    for own in of_rank:
-        gradients, states = (sum(held[s][key] for s in own) for key in ("gradients", "optimizer"))
-        updates.append(float(update(gradients, states, cluster.chip.memory_rate)))
-    line = pipe.simulate(updates)
-    flying = in_flight(plan)
-    peaks = []
-    for own in of_rank:
-        owners = {key: sum(held[s][key] for s in own) for key in KEPT}
-        owners["saved"] = sum(
-            flying[s] * float(pipe.saved[pipe.edges[plan.stages[s].first] : pipe.edges[plan.stages[s].last]].sum())
-            for s in own
-        )
-        peaks.append(owners)
-    worst = max(range(plan.pp), key=lambda r: sum(peaks[r].values()))
-    figures = tuple(_figures(pipe, s, flying[s], float(sum(peaks[s % plan.pp].values()))) for s in stages)
-    parts = parts_of(line) | {f"peak_{key}_bytes": float(n) for key, n in peaks[worst].items()}
-    for key in KEPT[:3]:
-        parts[f"{key}_bytes"] = float(peaks[worst][key])
+def predict_stages(
+    plan: Plan, prepared: Prepared, cluster: Cluster
+) -> tuple[Plan, dict[str, float], tuple[Local, ...]]:
+    """The plan with its stages' figures, collectives and peak; the ``parts`` of its prediction: seconds of the mean
+    rank, which add up to the step, bytes of the rank with the highest peak; and the programs of its stages."""
+    cut = staged(plan, prepared)
+    assert cut.pipeline is not None
+    axes = {axis.name: axis.name for axis in plan.axes}
+    locals = tuple(lower(model, 0, axes) for model in cut.models)
+    mesh = along(plan_mesh(plan), plan, cluster)
+    pipe = Pipeline(plan, cut.whole, mesh, cluster)
+    ranks = [_Rank.of(plan, locals[r :: plan.pp]) for r in range(plan.pp)]
+    rate = cluster.chip.memory_rate
+    line = pipe.simulate([float(update(rank.gradients, rank.optimizer, rate)) for rank in ranks])
+    peaks = _peaks(plan, cut.pipeline, ranks, prepared.captured, {use.fqn for use in cut.uses})
+    worst = max(range(plan.pp), key=lambda r: peaks[r].nbytes)
+    busiest = max(range(plan.pp), key=lambda r: line.busy(r).get("forward", 0.0) + line.busy(r).get("backward", 0.0))
+    crossings = _Crossings(plan, cut.pipeline, mesh, cluster)
+    own = summed(count_collectives(x, axes, mesh, parted=_parted(plan)) for x in ranks[busiest].locals)
+    flying = check_schedule(plan.orders(), cut.pipeline.crossings).stages
     predicted = replace(
         plan.predicted,
         step_time_s=line.seconds,
-        peak_mem_gib=sum(peaks[worst].values()) / 2**30,
-        peak_at=stage_name(plan, worst),
-        stages=figures,
-        collectives=crossing(pipe),
+        peak_mem_gib=peaks[worst].nbytes / 2**30,
+        peak_at=f"rank {worst} of the pipeline, {peaks[worst].where}",
+        stages=tuple(
+            _figures(pipe, crossings, s, flying[s], peaks[s % plan.pp].nbytes, locals[s]) for s in range(len(locals))
+        ),
+        collectives=(*own, *crossings.of_rank(busiest)),
     )
-    return replace(plan, predicted=predicted), parts
+    parts = parts_of(line) | {f"peak_{owner}_bytes": float(n) for owner, n in peaks[worst].owners.items()}
+    of = ranks[worst]
+    parts |= {"parameters_bytes": of.parameters, "gradients_bytes": of.gradients, "optimizer_bytes": of.optimizer}
+    return replace(plan, predicted=predicted), parts, locals
 
 
-def stage_name(plan: Plan, stage: int) -> str:
-    """``stage 1 (layers.4 to head)``."""
-    units = [plan.units[u].fqn for u in range(plan.stages[stage].first, plan.stages[stage].last)]
-    names = [name for name in units if name] or ["the model"]
-    return f"stage {stage} ({names[0]}{f' to {names[-1]}' if names[-1] != names[0] else ''})"
+def _parted(plan: Plan) -> bool:
+    return any(letter == "W" for rank in plan.orders() for letter, _, _ in rank)
 
 
-def in_flight(plan: Plan) -> list[int]:
-    """Of each stage the most microbatches between their forward and the end of their backward."""
-    found = [0] * len(plan.stages)
-    for rank, actions in enumerate(plan.orders()):
-        last = "W" if any(letter == "W" for letter, _, _ in actions) else "B"
-        for chunk in range(plan.schedule.virtual):
-            own = ((letter == "F") - (letter == last) for letter, c, _ in actions if c == chunk)
-            found[chunk * plan.pp + rank] = max(accumulate(own), default=0)
+@dataclass(frozen=True)
+class _Rank:
+    """A rank of the pipeline: the programs of its stages, and bytes of its parameters at rest, once each."""
+
+    locals: tuple[Local, ...]
+    parameters: float
+    gradients: float
+    optimizer: float
+
+    @staticmethod
+    def of(plan: Plan, locals: tuple[Local, ...]) -> _Rank:
+        reached = set[str]()
+        for local in locals:
+            ways = ways_of(local, units_of(local))
+            reached |= {local.parameters[i].fqn for i in ways.reached}
+        uses = {use.fqn: use for local in locals for use in local.parameters}
+        piece = {fqn: float(local_bytes(u.value.resting, u.rest, locals[0].mesh)) for fqn, u in uses.items()}
+        states = (state_bytes(plan.optimizer, uses[fqn].shape, uses[fqn].dtype, piece[fqn]) for fqn in sorted(reached))
+        return _Rank(locals, sum(piece.values()), sum(piece[fqn] for fqn in sorted(reached)), sum(states))
+
+
+def _peaks(plan: Plan, pipeline: Stages, ranks: Sequence[_Rank], captured: Capture, used: set[str]) -> list[Peak]:
+    """The fullest moment of every rank of the pipeline."""
+    schedule, count, found = plan.schedule, plan.microbatches, list[Peak]()
+    if schedule.name not in ("gpipe", "custom") and (schedule.virtual == 1 or count % plan.pp == 0):
+        count = min(count, ROUNDS * len(plan.stages))
+    fewer = replace(pipeline, schedule=actions(schedule.name, plan.pp, count, schedule.virtual, schedule.words))
+    unused = captured.parameters.keys() - used
+    for r, rank in enumerate(ranks):
+        found.append(predict_rank(rank.locals, captured, round(rank.optimizer), fewer, r, unused))
     return found
 
 
-def crossing(pipe: Pipeline) -> tuple[Collective, ...]:
-    """What the busiest stage sends and receives in a step, forward and backward."""
-    plan, rows = pipe.plan, list[Collective]()
-    sent = [pipe.send(s) for s in range(len(plan.stages))]
-    arrived = [(0, 0, 0), *sent[:-1]]
-    busiest = max(range(plan.pp), key=lambda r: sum(sum(t[s][1:]) for t in (sent, arrived) for s in _of(plan, r)))
-    for kind, phase, table, i in (
-        ("receive", "backward", sent, 2), ("receive", "forward", arrived, 1),
-        ("send", "backward", arrived, 2), ("send", "forward", sent, 1),
-    ):  # fmt: skip
-        count = plan.microbatches * sum(table[s][0] for s in _of(plan, busiest) if table[s][i])
-        nbytes = plan.microbatches * sum(table[s][i] for s in _of(plan, busiest))
-        if count:
-            rows.append(Collective(kind, "pp", count, nbytes, phase, pipe.link.seconds(count, nbytes), hidden=True))
-    return tuple(rows)
+@dataclass(frozen=True)
+class _Crossings:
+    """What crosses between stages in a microbatch, on one rank of each."""
+
+    plan: Plan
+    pipeline: Stages
+    mesh: Mesh
+    cluster: Cluster
+
+    def sent(self, stage: int) -> tuple[int, int]:
+        """Bytes that a stage sends on, and of gradients that come back."""
+        there = back = 0
+        for crossing, use in zip(self.pipeline.crossings, self.pipeline.crossed, strict=True):
+            if crossing.source == stage:
+                nbytes, pp = self._nbytes(use), self.plan.pp
+                there += nbytes * len({t % pp for t in crossing.targets} - {stage % pp})
+                back += nbytes * sum(t % pp != stage % pp for t in crossing.targets) * crossing.grad
+        return there, back
+
+    def of_rank(self, rank: int) -> tuple[Collective, ...]:
+        """The messages of a rank in a step."""
+        pp, times, rows = self.plan.pp, self.plan.microbatches, dict[tuple[str, str], list[int]]()
+        for crossing, use in zip(self.pipeline.crossings, self.pipeline.crossed, strict=True):
+            source, nbytes = crossing.source % pp, self._nbytes(use)
+            messages = [("forward", source, t) for t in sorted({t % pp for t in crossing.targets})]
+            messages += [("backward", t % pp, source) for t in crossing.targets] * crossing.grad
+            for phase, a, b in messages:
+                for kind, here in (("send", a), ("receive", b)):
+                    if a != b and here == rank:
+                        row = rows.setdefault((kind, phase), [0, 0])
+                        row[0], row[1] = row[0] + times, row[1] + times * nbytes
+        latency, bandwidth = self.cluster.link("send", pp, self.plan.stage_ranks)
+        return tuple(
+            Collective(kind, "pp", count, nbytes, phase, count * latency + nbytes / bandwidth, hidden=True)
+            for (kind, phase), (count, nbytes) in sorted(rows.items())
+        )
+
+    def _nbytes(self, use: OutputUse) -> int:
+        at = self.mesh.coordinates(0, 0)
+        return math.prod(use.layout.local_shape(use.shape, self.mesh, at)) * use.dtype.itemsize
 
 
-def _of(plan: Plan, rank: int) -> range:
-    return range(rank, len(plan.stages), plan.pp)
-
-
-def _figures(pipe: Pipeline, stage: int, flying: int, peak: float) -> StageFigures:
+def _figures(pipe: Pipeline, crossings: _Crossings, stage: int, flying: int, peak: int, local: Local) -> StageFigures:
     units = pipe.units(stage)
-    read = [fqn for fqn, us in pipe.readers.items() if any(pipe.stage_of(u) == stage for u in us)]
-    elements = 0
-    for fqn in read:
-        n = 1
-        for size in pipe.plan.parameters[fqn].shape:
-            n *= size
-        elements += n
-    _, there, back = pipe.send(stage)
+    there, back = crossings.sent(stage)
     return StageFigures(
         forward_s=sum(u.forward_s + u.forward_comm_s for u in units),
         backward_s=sum(u.backward_input_s + u.backward_weight_s + u.recompute_s + u.backward_comm_s for u in units),
-        parameters=elements,
+        parameters=sum(math.prod(use.shape) for use in local.parameters),
         in_flight=flying,
         sent=there,
         returned=back,
-        peak_bytes=peak,
+        peak_bytes=float(peak),
     )
 
 
-__all__ = ["in_flight", "predict_stages", "stage_name"]
+__all__ = ["predict_stages"]

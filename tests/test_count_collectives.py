@@ -59,7 +59,7 @@ def _local(mesh, rows, reduce="step", trainable=True):
     enter = _graph(("w", OPS.start_all_gather, ("g", 2, 0, 0, [4], "reduce_scatter"), (2, 2, 8)))
     inputs = (InputUse("x", (4, 8), torch.float32, layout),)
     body = {r: _graph(*BODY, body=True) for r in rows}
-    return Local(mesh, (0, 0), (use,), (), (), inputs, (), (), body, None, {"w": enter})
+    return Local(mesh, (0, 0), (use,), (), (), inputs, (), (), body, None, {"w": enter}, returns=(0,))
 
 
 def _count(local):

@@ -39,7 +39,7 @@ _links: dict[tuple[dist.ProcessGroup | None, int, int, timedelta], Link] = {}
 class Job:
     """A send or receive under way. ``error``: why it ended in vain."""
 
-    work: dist.Work
+    work: Any  # a dist.Work
     tensor: Tensor | None
     done: threading.Event = field(default_factory=threading.Event)
     error: str = ""
@@ -51,7 +51,7 @@ class Job:
         except RuntimeError as error:
             self.error = str(error).rpartition("] ")[2].partition(". ")[0][:200] or "no reason is given"
         if sends:
-            self.tensor = None
+            self.work = self.tensor = None
         self.done.set()
 
 

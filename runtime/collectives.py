@@ -54,7 +54,8 @@ from autopar.runtime.pieces import Run, Runs, exchange, join, pieces, put, split
 _C10D = torch.ops._c10d_functional
 Held = tuple[str, tuple[Any, ...]]
 _IN_FLIGHT: dict[int, Held] = {}  # data pointer of a raw tensor -> group and what the backend works on, until the wait
-_LATELY: deque[tuple[Any, ...]] = deque(maxlen=64)  # see launch
+_LATELY: deque[tuple[Any, ...]] = deque(maxlen=4)  # see launch
+_MENDED: Any = torch.library.Library("_c10d_functional", "IMPL")  # type: ignore[no-untyped-call]  # lives with the process
 
 
 # On the wire
@@ -71,11 +72,9 @@ def _describe(group: str) -> str:
 def launch(name: str, group: str, *args: Any) -> Tensor:
     """Start a functional collective; an error names the group.
 
-    gloo's threads hold the tensors that they work on, and let go of them a little after the wait. So that no Python
-    object of such a tensor ends at that moment, and autograd writes into none, it is kept until then (`settle`), and
-    what is returned is another tensor of the same memory. (Without this one rank died in gloo's thread, of a broken
-    heap, in some 130 runs of four ranks, and with no more than four kept one in some 60; the race is likely but not
-    proved to be the cause.)
+    gloo's threads hold the tensors that they work on, and let go of them a little after the wait. So that their memory
+    goes at set places of a step, they are kept until then (`settle`), and what is returned is another tensor of the
+    same memory.
     """
     try:
         raw: Tensor = getattr(_C10D, name)(*args, group)
@@ -85,9 +84,23 @@ def launch(name: str, group: str, *args: Any) -> Tensor:
     return _alias(raw, list(raw.shape))
 
 
+def _gather_on_cpu(x: Tensor, n: int, group: str) -> Tensor:
+    """torch's ``all_gather_into_tensor`` for gloo, DTensor's too, as the collective that it is.
+
+    torch 2.13 runs it as a list of one gather, ``ALLGATHER_COALESCED``. Both threads of a gloo group write the name of
+    what they finished last into one string, without a lock: a name of more than 15 characters lies on the heap, which
+    breaks where both free it. No other collective here has a name so long. tests/runtime/broken_heap.py shows it.
+    """
+    out = x.new_empty([n * x.shape[0], *x.shape[1:]])
+    gathered: Tensor = _C10D.all_gather_into_tensor_out(x.contiguous(), n, group, out=out)
+    return gathered
+
+
+_MENDED.impl("all_gather_into_tensor", _gather_on_cpu, "CPU")
+
+
 def keep_until_settled(tensors: tuple[Any, ...]) -> None:
-    """Keep what a collective works on; at most the last 64, more than are under way at once, as others may hold them
-    for reasons of their own."""
+    """Keep what a collective works on; at most the last few, as others may hold them for reasons of their own."""
     settle()
     _LATELY.append(tensors)
 

@@ -18,6 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from autopar.passes.changes import path, settle
 from autopar.passes.emit import Emitter
@@ -429,3 +432,17 @@ def test_real_ranks_agree_with_the_stacked_interpreter(real: tuple[RankPool, Mes
             y, grad = found[rank][i]
             assert torch.equal(y, ys[rank]), f"rank {rank}, {shape}: {' -> '.join(map(str, walk))}"
             assert torch.equal(grad, grads[rank]), f"gradient, rank {rank}, {shape}: {' -> '.join(map(str, walk))}"
+
+
+def test_no_gather_has_the_name_that_breaks_the_heap() -> None:
+    """See broken_heap.py: gathers go as themselves, not as lists of one, those of DTensor too."""
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    world = dist.group.WORLD
+    assert world is not None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        gathered = c.wait(c.launch("all_gather_into_tensor", world.group_name, torch.arange(6).view(2, 3).t(), 1), "")
+        mesh = DeviceMesh.from_group(world, "cpu")
+        whole = DTensor.from_local(torch.arange(4), mesh, [Shard(0)]).full_tensor()
+    assert torch.equal(gathered, torch.arange(6).view(2, 3).t()) and torch.equal(whole, torch.arange(4))
+    ran = {event.name for event in profiler.events() or () if event.name.startswith("c10d::")}
+    assert ran == {"c10d::_allgather_base_"}

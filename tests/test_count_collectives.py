@@ -8,7 +8,7 @@ from torch import fx
 from autopar.count_collectives import count_collectives
 from autopar.passes.facts import call
 from autopar.passes.layout import Axis, Layout, Mesh, Wire
-from autopar.passes.lower import InputUse, Local, ParameterUse
+from autopar.passes.lower import InputUse, Local, OutputUse, ParameterUse
 from autopar.plan import Collective
 from autopar.runtime import collectives  # noqa: F401  registers the ops
 
@@ -59,7 +59,8 @@ def _local(mesh, rows, reduce="step", trainable=True):
     enter = _graph(("w", OPS.start_all_gather, ("g", 2, 0, 0, [4], "reduce_scatter"), (2, 2, 8)))
     inputs = (InputUse("x", (4, 8), torch.float32, layout),)
     body = {r: _graph(*BODY, body=True) for r in rows}
-    return Local(mesh, (0, 0), (use,), (), (), inputs, (), (), body, None, {"w": enter}, returns=(0,))
+    loss = OutputUse((), torch.float32, Layout("I" * len(mesh.axes), ()))
+    return Local(mesh, (0, 0), (use,), (), (), inputs, (loss,), (), body, None, {"w": enter}, returns=(0,))
 
 
 def _count(local):

@@ -43,9 +43,13 @@ def pipelined(pins: Pins, resolved: ResolvedPins, cluster: Cluster, batch: int, 
         asked = replace(pins, pp=None, vp=None, schedule=None, cut=(), microbatches=count)
         try:
             made = _within(asked, resolved, part, cluster, inner)
-        except AutoparError as error:
-            if refused is None or not isinstance(error, NothingFits):
-                refused = refused or error
+        except NothingFits as error:
+            refused = error
+            continue
+        except AutoparError as error:  # one microbatch is legal if any number is
+            if count == 1 or resolved.pins.microbatches:
+                raise
+            refused = refused or error
             continue
         if best is not None and _step(made[0]) > WORTH * _step(best[0]):
             best = min(best, made, key=lambda found: _step(found[0]))

@@ -32,6 +32,7 @@ from autopar.predict_ops import places
 from autopar.schema import nearest
 
 FINER = 0.9  # of the seconds of the largest stage: with fewer, cuts where several tensors cross are worth it
+SHOWN = 4  # modules that an error names
 MOST = 1200  # places of a cut that are tried
 CLOSE = 1 + 1e-9  # seconds that are a sum of the same ones in another order
 
@@ -179,7 +180,9 @@ def pinned(model: Lowerable, plan: Plan, modules: Sequence[str]) -> list[int]:
     for name in modules:
         first = next((place for place, fqn in named if f"{fqn}.".startswith(f"{name}.")), None)
         if first is None:
-            raise AutoparError(f"pin cut: no op of the model is in a module {name!r}{nearest(name, known) or '.'}")
+            ends = next((f", did you mean {k!r}?" for k in known if k.endswith(f".{name}")), "")
+            meant = nearest(name, known) or ends or f". There are {', '.join(known[:SHOWN])} and others."
+            raise AutoparError(f"pin cut: no op of the model is in a module {name!r}{meant}")
         before = found[-1] if found else named[0][0]
         if first <= before:
             after = modules[len(found) - 1] if found else "the beginning of the model"

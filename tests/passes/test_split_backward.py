@@ -86,6 +86,10 @@ def low_rank(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return F.linear(x, a @ b)
 
 
+def scaled(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    return x * (a * b)
+
+
 def without(x: Tensor, y: Tensor) -> Tensor:
     return x.sin() * y
 
@@ -101,6 +105,7 @@ UNITS: dict[str, tuple[Callable[..., Any], str, tuple[tuple[int, ...], ...]]] = 
     "tied": (tied, "vip", (X, (2, 5), (11, 8))),
     "convolutions": (convolutions, "vpppp", ((2, 3, 8, 8), (4, 3, 3, 3), (4,), (4, 1, 3, 3), (4, 3, 2, 2))),
     "low_rank": (low_rank, "vpp", (X, (6, 2), (2, 8))),
+    "scaled": (scaled, "vpp", (X, (8,), (8,))),
     "without": (without, "vv", (X, X)),
 }
 
@@ -200,11 +205,13 @@ def test_a_unit_left_to_autograd_makes_all_at_once(recompute: str) -> None:
 
 
 def sharded(c: int) -> Callable[..., Any]:
-    """A unit of rank ``c`` of two: rows gathered, columns, rows, summed and cut into rows again."""
-    cut = (2, c, 0, [3, 2])
+    """A unit of rank ``c`` of two: rows gathered, columns, rows, summed and cut into rows again; a gain that both have,
+    a bias in halves."""
+    cut, half = (2, c, 0, [3, 2]), (2, c, 0, [4, 4])
 
-    def forward(x: Tensor, gain: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        y = x * ops.replicate.default(gain, "tp")
+    def forward(x: Tensor, gain: Tensor, bias: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        both = ops.wait_all_gather.default(ops.start_all_gather.default(bias, "tp", *half, "reduce_scatter"), *half)
+        y = x * ops.replicate.default(gain, "tp") + both
         whole = ops.wait_all_gather.default(ops.start_all_gather.default(y, "tp", *cut, "reduce_scatter"), *cut)
         y = F.linear(F.gelu(F.linear(whole, up)), down)
         return x + ops.wait_reduce_scatter.default(ops.start_reduce_scatter.default(y, "tp", *cut), *cut)
@@ -216,9 +223,9 @@ def sharded(c: int) -> Callable[..., Any]:
 def test_ranks_together(recompute: str) -> None:
     """What two ranks find is equal, by the same collectives, each with its wait."""
     torch.manual_seed(0)
-    shapes = [((3 - c, 8), (8,), (6, 8), (8, 6)) for c in range(2)]
+    shapes = [((3 - c, 8), (8,), (4,), (6, 8), (8, 6)) for c in range(2)]
     args = [[torch.randn(s) for s in of] for of in shapes]
-    pairs = [parted(class_of(sharded(c), "vppp", *args[c], recompute=recompute)) for c in range(2)]
+    pairs = [parted(class_of(sharded(c), "vpppp", *args[c], recompute=recompute)) for c in range(2)]
     forward = run_stacked([d.forward for d, _ in pairs], args, GROUPS)
     saved = [list(made[1:]) for made in forward]
     rest = [[*s, torch.randn_like(a[0])] for s, a in zip(saved, args, strict=True)]
@@ -235,7 +242,7 @@ def test_ranks_together(recompute: str) -> None:
         assert all(torch.equal(x, y) for x, y in zip(expected, (made[0], *rest_made), strict=True))
     sent = [sends(gm) for gm in (backwards[0], inputs[0].graph, weights[0].graph)]
     assert all(started == waited for started, waited in sent)
-    assert sent[0][0] == sent[1][0] + sent[2][0] and sent[2][0] == 1, "the gain's sum is nobody's hurry"
+    assert sent[0][0] == sent[1][0] + sent[2][0] and sent[2][0] == 1, "nobody waits for the gain's sum"
 
 
 def sends(gm: fx.GraphModule) -> tuple[int, int]:
@@ -276,6 +283,8 @@ def test_parameters_are_given_again_where_they_are_factors() -> None:
     _, parts = parted(unit_of("low_rank")[0])
     assert parts.weights and parts.weights.reads == (1, 2)
     assert nbytes(parts) == 4 * 2 * 5 * (8 + 6), "no copy of a gathered parameter"
+    _, parts = parted(unit_of("scaled")[0])
+    assert parts.weights and parts.weights.reads == (), "two small gradients, and nothing is gathered for them"
 
 
 def test_products_are_where_gaps_are() -> None:

@@ -18,7 +18,7 @@ from autopar.runtime.pool import RankPool
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[RankPool]:
-    with RankPool(3, timeout=20) as pool:
+    with RankPool(3, timeout=60) as pool:
         yield pool
 
 
@@ -129,7 +129,7 @@ def test_a_dead_rank_is_named_and_the_others_end(pool: RankPool) -> None:
     started = time.monotonic()
     with pytest.raises(AutoparError, match=r"pool: rank 2 was ended by SIGKILL during die_on"):
         pool.run(die_on, 2)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 20  # far from the timeout, also where tests share the cores
     assert not any(map(alive, pids))
     with pytest.raises(AutoparError, match="pool: rank 0 ended with exit code 7"):
         pool.run(leave_on, 0)
@@ -137,23 +137,25 @@ def test_a_dead_rank_is_named_and_the_others_end(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("guilty", [0, 1])
 def test_a_hung_rank_is_named_within_the_timeout(guilty: int) -> None:
-    with RankPool(2, timeout=3) as pool:
+    with RankPool(2, timeout=6) as pool:
         pids = [pid for pid, _, _ in pool.run(process_and_threads)]
         started = time.monotonic()
-        with pytest.raises(AutoparError, match=rf"rank {guilty} did not answer hang_on within 3 s .*test_pool.py:\d+"):
+        with pytest.raises(AutoparError, match=rf"rank {guilty} did not answer hang_on within 6 s .*test_pool.py:\d+"):
             pool.run(hang_on, guilty)
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < 10
         assert not any(map(alive, pids))
 
 
 def test_hung_without_a_collective_error() -> None:
     """The pool's own clock ends first: the ranks that wait in a collective are not blamed."""
-    with RankPool(2, timeout=4) as pool, pytest.raises(AutoparError, match=r"pool: rank 1 did not answer late_barrier"):
-        pool.run(late_barrier, 1)
+    with RankPool(2, timeout=6) as pool:
+        pool.run(nothing)  # this file is imported
+        with pytest.raises(AutoparError, match=r"pool: rank 1 did not answer late_barrier"):
+            pool.run(late_barrier, 1)
 
 
 def late_barrier(rank: int, guilty: int) -> None:
-    time.sleep(2)
+    time.sleep(3)
     hang_on(rank, guilty)
 
 

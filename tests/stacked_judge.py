@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from autopar.build import Prepared, apply, choose, prepare
 from autopar.capture import capture, double, run_graph, to_float64
@@ -16,6 +17,7 @@ from autopar.evaluate import WIDER
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_prologue
 from autopar.passes.counter_random import counter_random
+from autopar.passes.facts import KEY
 from autopar.passes.layout import Axis, Mesh
 from autopar.passes.lower import Lowerable, lower, with_changes
 from autopar.passes.random_layouts import random_layouts
@@ -93,9 +95,12 @@ class StackedJudge:
         gm = copy_graph(self.captured.graph)
         gm.meta["batch_inputs"] = {i.name for i in self.captured.inputs if i.batch}
         check(gm, "capture")
+        before = _listed(gm)
         for name in PREPARE:
             gm = run(gm, (name,))
-            check(gm, name)
+            now = _listed(gm)
+            check(gm, name, unchanged=now == before)
+            before = now
 
     def pinned(self, **pins: Any) -> None:
         """The plan for pins; in mixed precision all is float64 here, but the graph has other casts."""
@@ -144,3 +149,13 @@ class StackedJudge:
         """Within the fp64 limits."""
         worst = self.distances(lowerable)[0]
         assert worst.rel <= FP64.limits[worst.kind], f"{what}: {worst}"
+
+
+def _listed(gm: fx.GraphModule) -> list[tuple[Any, ...]]:
+    """All that a spec reads of a graph, to see whether a pass changed any of it."""
+    values = lambda n: [_of(v) if isinstance(v, Tensor) else v for v in tree_leaves(n.meta.get("val"))]
+    return [(n.name, n.op, n.target, str(n.args), str(n.kwargs), values(n), n.meta.get(KEY)) for n in gm.graph.nodes]
+
+
+def _of(value: Tensor) -> tuple[Any, ...]:
+    return tuple(value.shape), value.stride(), value.dtype, value.device

@@ -37,5 +37,5 @@ def test_equal_to_one_process(name: str, judge_of: Callable[[str], Any]) -> None
         with pytest.raises(AutoparError, match="needs the whole batch at once.*Set microbatches=1"):
             judge.pinned(**MICROBATCHES)
     judge.pinned(**plan)
-    for seed in range(3):
+    for seed in (index % 2, 2):
         judge.random(seed, (2,) if seed == 2 else (2, 2), microbatches=1 if name in WHOLE_BATCH or seed else 2)

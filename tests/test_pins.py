@@ -203,7 +203,10 @@ def test_a_schedule_of_the_users_own(tmp_path):
     for pin, message in (("microbatches=4", "has 2 microbatches. Pin"), ("vp=2", "has 1 chunks"), ("pp=4", "2 ranks")):
         with pytest.raises(AutoparError, match=message):
             resolve(Pins.parse({"pp": 2, "schedule": str(file)} | dict([pin.split("=")])), 4, 8)
-    for text, message in (('{"F": 1}', "is no order of a pipeline"), ('[["F0"], ["F0.0"]]', "'F0' of rank 0 is not known")):
+    for text, message in (
+        ('{"F": 1}', "is no order of a pipeline"),
+        ('[["F0"], ["F0.0"]]', "'F0' of rank 0 is not known"),
+    ):
         file.write_text(text)
         with pytest.raises(AutoparError, match=message):
             resolve(Pins.parse(["pp=2", f"schedule={file}"]), 2, 4)

@@ -8,26 +8,41 @@ for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
 from math import inf
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.build import Prepared, apply, plan_mesh
-from autopar.choosing.stages import Work, crossed, cuts, levels, pinned, with_stages
+from autopar.choosing.stages import Work, balanced, cuts, levels, pinned, with_stages
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.passes.lower import with_changes
 from autopar.pins import Pins, ResolvedPins
 from autopar.plan import Plan, Proof, Schedule
 from autopar.predict import predict
-from autopar.predict_ops import op_seconds
-from autopar.predict_pipeline import Link, along
+from autopar.predict_pipeline import Link, Pipeline, along
 
-Inner = Callable[[Pins, Cluster], tuple[Plan, Prepared]]
-"""The plan of a model without stages, for these pins on these ranks."""
+
+class Inner(Protocol):
+    """How the layouts of a model without stages are found."""
+
+    def plan(self, pins: Pins, part: Cluster) -> tuple[Plan, Prepared]:
+        """The plan for these pins on these ranks. Raises NothingFits, with the plan of least memory."""
+        ...
+
+    def prepared(self, microbatches: int) -> Prepared:
+        """The graph that a plan with so many microbatches is for."""
+        ...
+
+
 ROUNDS = 3  # searches with ever less memory
+SHIFTS = 4  # of cuts, until every stage fits
 WORTH = 0.99  # of the step with fewer microbatches: else no more of them are tried
 
 
@@ -90,19 +105,24 @@ def _step(plan: Plan) -> float:
 def _within(
     asked: Pins, resolved: ResolvedPins, part: Cluster, cluster: Cluster, inner: Inner
 ) -> tuple[Plan, Prepared]:
+    """The plan for one number of microbatches, of which every stage fits."""
     room, found = part.limit * resolved.pp, None
     for _ in range(ROUNDS):
         try:
-            plan, prepared = inner(asked, part.with_memory(room))
+            plan, prepared = inner.plan(asked, part.with_memory(room))
         except NothingFits as error:
-            if found is None:
-                raise
-            raise NothingFits(_message(found, resolved), found) from error
+            if found is not None or error.plan is None:
+                break
+            plan, prepared = error.plan, inner.prepared(asked.microbatches or 1)  # of least memory: it may do in stages
         found = staged(plan, prepared, resolved, cluster)
         if found.fits is not False:
             return found, prepared
         room = int(0.97 * room * cluster.limit / ((found.predicted.peak_mem_gib or 0.0) * 2**30))
-    assert found is not None
+    if found is None:
+        gib = cluster.limit / 2**30
+        raise NothingFits(
+            f"no plan fits: {resolved.one_line()} needs more than {gib:.3g} GiB a rank. Use more ranks.", None
+        )
     raise NothingFits(_message(found, resolved), found)
 
 
@@ -115,25 +135,82 @@ def staged(plan: Plan, prepared: Prepared, resolved: ResolvedPins, cluster: Clus
         alternatives=(),
         proof=_proof(plan),
     )
-    model = with_changes(apply(plan, prepared))
     schedule = Schedule(
         resolved.schedule,  # type: ignore[arg-type]
         resolved.virtual,
         resolved.words,
         cluster.tier_of(resolved.pp, plan.stage_ranks).name,
     )
-    stages = resolved.pp * resolved.virtual
+    cutting = Cutting(plan, prepared, schedule, resolved.pp, cluster)
     if resolved.pins.cut:
-        at = pinned(model, plan, resolved.pins.cut)
-    else:
-        found = crossed(model, frozenset(plan.parameters))
-        link = Link(*cluster.link("send", resolved.pp, plan.stage_ranks))
-        seconds = op_seconds(model, plan, along(plan_mesh(plan), plan, cluster), cluster.chip)
-        crossing = np.array([link.seconds(*each) for each in zip(found.count, found.forward, strict=True)])
-        crossing += [link.seconds(int(b > 0), b) for b in found.backward]
-        work = Work(seconds.total, crossing - crossing.min(initial=inf), found.forward + found.backward)
-        at = cuts(work, levels(model, plan, found), stages)
-    return predict(replace(with_stages(plan, at), schedule=schedule), prepared, cluster)
+        return cutting.plan(pinned(cutting.pipe.model, plan, resolved.pins.cut))
+    at = cuts(cutting.work, levels(cutting.pipe.model, plan, cutting.pipe.crossed), cutting.stages)
+    found = cutting.plan(at)
+    for _ in range(SHIFTS):
+        if found.fits is not False:
+            break
+        shifted = cutting.shifted(found, at)
+        if not shifted or shifted == at:
+            break
+        other = cutting.plan(shifted)
+        if (other.predicted.peak_mem_gib or inf) >= (found.predicted.peak_mem_gib or inf):
+            break
+        found, at = other, shifted
+    return found
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """A plan without stages, and where it may be cut into ``pp`` times as many as ``schedule`` has on each rank."""
+
+    whole: Plan
+    prepared: Prepared
+    schedule: Schedule
+    pp: int
+    cluster: Cluster
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return self.pp * self.schedule.virtual
+
+    @cached_property
+    def pipe(self) -> Pipeline:
+        """The ops, priced."""
+        mesh = along(plan_mesh(self.whole), self.whole, self.cluster)
+        return Pipeline(self.whole, with_changes(apply(self.whole, self.prepared)), mesh, self.cluster)
+
+    @cached_property
+    def work(self) -> Work:
+        """What balances stages."""
+        found, link = self.pipe.crossed, Link(*self.cluster.link("send", self.pp, self.whole.stage_ranks))
+        send = np.array([link.seconds(*each) for each in zip(found.count, found.forward, strict=True)])
+        send += [link.seconds(int(b > 0), b) for b in found.backward]
+        return Work(self.pipe.seconds.total, send - send.min(initial=inf), found.forward + found.backward)
+
+    def plan(self, at: Sequence[int]) -> Plan:
+        """The plan cut before these ops, predicted."""
+        return predict(replace(with_stages(self.whole, at), schedule=self.schedule), self.prepared, self.cluster)
+
+    def shifted(self, found: Plan, at: Sequence[int]) -> list[int]:
+        """Other cuts than these, with which every rank may have room: as many bytes more or less as its ops have, by
+        what they are known to need. Empty where there are none."""
+        flying = [f.in_flight for f in found.predicted.stages]
+        edges = [0, *at, len(self.work.seconds)]
+        legal = next(levels(self.pipe.model, self.whole, self.pipe.crossed))
+        kept, saved = (np.concatenate([[0.0], np.cumsum(x)]) for x in (self.pipe.kept, self.pipe.saved))
+        need = [
+            kept[b] - kept[a] + n * (saved[b] - saved[a]) for (a, b), n in zip(pairwise(edges), flying, strict=True)
+        ]
+
+        def allowed(stage: int) -> npt.NDArray[np.bool_]:
+            places = np.array([0, *legal, len(self.work.seconds)])
+            own = sum(need[stage % self.pp :: self.pp])
+            over = self.cluster.limit - (found.predicted.stages[stage].peak_bytes - own)
+            k, s = kept[places], flying[stage] * saved[places]
+            return np.asarray(k[None, :] - k[:, None] + s[None, :] - s[:, None] <= over / self.schedule.virtual)
+
+        return balanced(self.work, legal, self.stages, allowed)
 
 
 def _proof(plan: Plan) -> Proof:
@@ -155,4 +232,4 @@ def _message(plan: Plan, resolved: ResolvedPins) -> str:
     )
 
 
-__all__ = ["counts", "pipelined", "staged"]
+__all__ = ["Cutting", "counts", "pipelined", "staged"]

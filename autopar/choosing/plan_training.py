@@ -61,16 +61,26 @@ def _pipelined(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
     from autopar.choosing.pipelines import pipelined
 
     resolved = resolve(pins, cluster.ranks, captured.batch if pins.axes else None)
-    whole = prepare(captured, 1)
+    return Planned(*pipelined(pins, resolved, cluster, captured.batch, _Layouts(captured)))
 
-    def inner(asked: Pins, part: Cluster) -> tuple[Plan, Prepared]:
-        if solves(asked):
-            made = _solved(captured, asked, part, prepared=whole, nearest=False)
+
+class _Layouts:
+    """Layouts on the ranks of one stage, for `choosing.pipelines`."""
+
+    def __init__(self, captured: Capture) -> None:
+        self.captured, self.whole = captured, prepare(captured, 1)
+
+    def plan(self, pins: Pins, part: Cluster) -> tuple[Plan, Prepared]:
+        """As without stages."""
+        if solves(pins):
+            made = _solved(self.captured, pins, part, prepared=self.whole, nearest=False)
         else:
-            made = _solved_with_axes(captured, asked, part, whole)
+            made = _solved_with_axes(self.captured, pins, part, self.whole)
         return made.plan, made.prepared
 
-    return Planned(*pipelined(pins, resolved, cluster, captured.batch, inner))
+    def prepared(self, microbatches: int) -> Prepared:
+        """The graph for so many microbatches."""
+        return self.whole if microbatches == 1 else prepare(self.captured, microbatches)
 
 
 def _solved(captured: Capture, pins: Pins, cluster: Cluster, **options: Any) -> Planned:

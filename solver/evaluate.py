@@ -6,6 +6,7 @@ knows of bounds or limits: `lagrangian` chooses the weights.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -116,6 +117,12 @@ class Evaluation:
         self.exact = self._top.exact and all(c.elimination.exact for c in self._classes)
         self._patterns: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Pattern] = {}
         self.evaluations = 0
+
+    def of_limit(self, problem: Problem) -> Evaluation:
+        """The evaluation of the same problem with another memory limit."""
+        other = copy.copy(self)
+        other.problem = problem
+        return other
 
     def least(self, weights: Array, high: float = np.inf) -> Outcome:
         """The assignment of least ``weights @ resources`` among those without a transient above ``high`` bytes."""

@@ -9,7 +9,8 @@ gap says what sharing the work costs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from math import inf
 from typing import TYPE_CHECKING
@@ -31,18 +32,19 @@ if TYPE_CHECKING:
 HALF = 0.5  # of the FLOPs that an axis could divide
 
 
-def at_work(solver: Solver, plan: Plan, limit: float) -> Plan:
-    """The plan, or where an axis of it hardly divides work, the fastest that fits of those that do."""
+def at_work(solver: Solver, plan: Plan, limits: Sequence[float]) -> Plan:
+    """The plan, or where an axis of it hardly divides work, the fastest that fits of those that do, looked for within
+    each of some ``limits``."""
     posed, assignment = solver.made_of(plan)
     if solver.pinned is not None or all(share >= HALF for share in shares(posed, assignment)):
         return plan
     best, took = plan, inf
-    for mesh in solver.candidates.meshes:
-        for count in dict.fromkeys((solver.pins.microbatches or 1, plan.microbatches)):
-            other = solver.working(Candidate(mesh, count), limit)
-            seconds = inf if other is None else other.predicted.step_time_s or 0.0
-            if other is not None and other.fits is not False and seconds < took:
-                best, took = other, seconds
+    counts = dict.fromkeys((solver.pins.microbatches or 1, plan.microbatches))
+    for mesh, count, limit in itertools.product(solver.candidates.meshes, counts, dict.fromkeys(limits)):
+        other = solver.working(Candidate(mesh, count), limit)
+        seconds = inf if other is None else other.predicted.step_time_s or 0.0
+        if other is not None and other.fits is not False and seconds < took:
+            best, took = other, seconds
     return best
 
 

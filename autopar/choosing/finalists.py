@@ -21,18 +21,20 @@ from autopar.passes.parameter_states import STAGES, ParameterState
 from autopar.solver.problem import Problem, Variable
 
 if TYPE_CHECKING:
+    from autopar.choosing.fitting import Fit
     from autopar.choosing.solve import Solver
     from autopar.plan import Plan
-    from autopar.solver.search import Found
 
 OTHERS = 2
 """Candidates beside the best whose plans are judged."""
 Kept = npt.NDArray[np.bool_]
 
 
-def judged(solver: Solver, found: Found[Posed], plan: Plan) -> Plan:
+def judged(solver: Solver, fit: Fit) -> Plan:
     """The plan of least predicted time among that of the search and, where its program takes longer than its problem
     says, some whose parameters are all treated alike."""
+    found, plan = fit.found, fit.plan
+    limits = fit.given, max(fit.given, solver.cluster.limit - solver.beside(plan))
     assert found.best is not None
     best, took, seen = plan, plan.predicted.step_time_s or 0.0, {found.best.answer.assignment}
     if took * (1 - solver.target_gap) <= found.best.seconds:
@@ -42,7 +44,7 @@ def judged(solver: Solver, found: Found[Posed], plan: Plan) -> Plan:
         if outcome.bound >= took:
             continue
         tried = [] if outcome is found.best else [outcome.answer.assignment]
-        for assignment in itertools.chain(tried, solver.uniform(outcome.problem, took)):
+        for assignment in itertools.chain(tried, solver.uniform(outcome.problem, took, limits)):
             if assignment in seen:
                 continue
             seen.add(assignment)

@@ -7,7 +7,7 @@ limit or more, and only the chosen plan from the last one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -16,7 +16,7 @@ from autopar.choosing.pose import Posed
 from autopar.plan import Proof
 from autopar.solver.file import Record, Saved, of_search
 from autopar.solver.meshes import MOST_MICROBATCHES
-from autopar.solver.problem import Assignment, Problem, peak, seconds, totals
+from autopar.solver.problem import Assignment, Problem, seconds, totals
 from autopar.solver.proof import proof_of
 from autopar.solver.search import Candidate, Found, Outcome
 
@@ -39,16 +39,6 @@ class Chosen:
     candidate: Candidate
     problem: Problem
     assignment: Assignment
-
-
-def within_limit(
-    searched: Sequence[tuple[float, Found[Posed]]], limit: float, chosen: Chosen
-) -> tuple[float, Found[Posed]]:
-    """Of searches, each with the bytes that it was given, the one whose bounds hold for plans within ``limit``: given
-    so many bytes or, where the chosen plan's problem says that it needs more, the least more."""
-    needed = max(limit, float(peak(totals(chosen.problem, chosen.assignment))))
-    holding = [(given, found) for given, found in searched if given >= needed and found.best is not None]
-    return min(holding, key=lambda pair: pair[0])
 
 
 def saved_search(found: Found[Posed], limit: float, chosen: Chosen) -> Saved:

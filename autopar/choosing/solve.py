@@ -8,6 +8,7 @@ they do not fit.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,9 +20,10 @@ from autopar.capture import Capture
 from autopar.choosing.at_work import at_work, divided
 from autopar.choosing.bounds import floor_of
 from autopar.choosing.finalists import judged, uniform
+from autopar.choosing.fitting import Fit, Fitting
 from autopar.choosing.pose import Posed
 from autopar.choosing.poser import Poser
-from autopar.choosing.prove import Chosen, proof, saved_search, within_limit
+from autopar.choosing.prove import Chosen, proof, saved_search
 from autopar.choosing.readback import plan_from
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
@@ -38,7 +40,6 @@ from autopar.solver.solve import ILP_COLUMNS, Answer, solve
 from autopar.wires import wire_of
 
 TARGET_GAP = 0.005
-ROUNDS = 4  # searches with ever less memory, until what the program holds besides fits too
 ALTERNATIVES = 3
 REPEATED = (
     "ranks that all do the same would be faster, of use to nobody: the bound is theirs, the plan shares the work out"
@@ -80,6 +81,7 @@ class Solver:
         self.repeatable = True
         self.searched: list[tuple[float, Found[Posed]]] = []
         self._planned: list[tuple[Plan, Posed, Assignment]] = []
+        self._plans: dict[tuple[Any, Assignment], Plan] = {}
         self._posed: dict[Candidate, Posed] = {}
         self._evaluations: dict[Posed, Evaluation] = {}
         self._answers: dict[Posed, Answer] = {}
@@ -98,19 +100,22 @@ class Solver:
             tried = meshes(self.cluster.ranks, spans, wire=lambda size, stride: wire_of(self.cluster, size, stride))
         return Candidates(tried, (count,) if count else tuple(microbatch_counts(rows)))
 
-    def search(self, limit: float, *, polish: bool = True) -> Found[Posed]:
-        """The best plan within ``limit`` bytes a rank. ``polish``: with integer programs where gaps are left."""
+    def search(self, limit: float, counts: Sequence[int] = (), *, polish: bool = True) -> Found[Posed]:
+        """The best plan within ``limit`` bytes a rank. ``counts``: of microbatches, if not all; ``polish``: to the
+        target gap, with integer programs where one is left, or else a glance."""
+        candidates, gap = self.candidates, self.target_gap if polish else max(GLANCE, self.target_gap)
         found = search(
-            self.candidates,
+            replace(candidates, microbatches=tuple(counts)) if counts else candidates,
             quick_bound=lambda c: self._quick(c, limit),
             pose=lambda c: self._pose(c, limit),
-            solve=lambda posed, cutoff: self._solve(posed, cutoff, polish),
+            solve=lambda posed, cutoff: self._solve(posed, cutoff, gap / 2, polish),
             limit=limit,
-            target_gap=self.target_gap,
+            target_gap=gap,
             lower_bound=lambda posed, m: lagrangian.one_bound(self._evaluation(posed), m),
             free_bound=lambda posed, a: lagrangian.free_bound(self._evaluation(posed), a.multipliers),
         )
-        self.searched = [pair for pair in self.searched if pair[0] != limit] + [(limit, found)]
+        if not counts:
+            self.searched = [pair for pair in self.searched if pair[0] != limit] + [(limit, found)]
         return found
 
     def one(self, candidate: Candidate, limit: float) -> tuple[Posed, Answer]:
@@ -118,7 +123,7 @@ class Solver:
         times = self.poser.times(candidate.microbatches)
         assert not isinstance(times, str), times
         posed = self._pose(candidate, limit)
-        return posed, self._solve(posed, inf, True)
+        return posed, self._solve(posed, inf, self.target_gap / 2, True)
 
     def glance(self, candidate: Candidate, found: Found[Posed]) -> tuple[Posed, Answer]:
         """A good plan of one candidate within the memory that a search had, not the best."""
@@ -127,11 +132,12 @@ class Solver:
         with self.timed("next"):
             return posed, solve(posed.problem, target_gap=GLANCE, ilp_columns=0, evaluation=self._evaluation(posed))
 
-    def uniform(self, posed: Posed, cutoff: float) -> Iterator[Assignment]:
-        """Assignments that fit and may take less than ``cutoff`` seconds, each with one treatment of parameters."""
-        for problem in uniform(posed):
+    def uniform(self, posed: Posed, cutoff: float, limits: Sequence[float]) -> Iterator[Assignment]:
+        """Assignments within each of some limits that may take less than ``cutoff`` seconds, each with one treatment of
+        parameters."""
+        for problem, limit in itertools.product(uniform(posed), dict.fromkeys(limits)):
             with self.timed("finalists"):
-                answer = solve(problem, target_gap=GLANCE, cutoff=cutoff, ilp_columns=0)
+                answer = solve(replace(problem, memory_limit=limit), target_gap=GLANCE, cutoff=cutoff, ilp_columns=0)
             self.repeatable &= answer.deterministic
             if answer.assignment is not None:
                 yield answer.assignment
@@ -148,6 +154,9 @@ class Solver:
 
     def plan(self, posed: Posed, assignment: Assignment, *, predicted: bool = True) -> Plan:
         """The plan that an assignment amounts to, with predictions."""
+        known = self._plans.get((posed.mesh, assignment)) if predicted else None
+        if known is not None:
+            return known
         count = 1 if posed.mesh.time is None else posed.mesh.axes[posed.mesh.time].size
         body, times = self.poser.body(count), self.poser.times(count)
         assert not isinstance(times, str)
@@ -158,13 +167,28 @@ class Solver:
         with self.timed("predict"):
             plan = replace(predict(plan, body.prepared, self.cluster), pins=self.pins.given())
         self._planned.append((plan, posed, assignment))
+        self._plans[posed.mesh, assignment] = plan
         return plan
 
-    def beside(self, plan: Plan) -> float:
-        """Bytes that the program of a plan with predictions has and its problem does not count."""
+    def counted(self, plan: Plan) -> float:
+        """Bytes of a plan with predictions as its problem counts them."""
         chosen = self.chosen(plan)
-        counted = float(peak(totals(chosen.problem, chosen.assignment)))
-        return (plan.predicted.peak_mem_gib or 0.0) * 2**30 - counted
+        return float(peak(totals(chosen.problem, chosen.assignment)))
+
+    def beside(self, plan: Plan) -> float:
+        """Bytes that the program of a plan with predictions has and its problem does not count; less than none where
+        it has fewer."""
+        return (plan.predicted.peak_mem_gib or 0.0) * 2**30 - self.counted(plan)
+
+    def fastest(self) -> float:
+        """Seconds that no plan can beat, whatever memory there is."""
+        return self.least_quick((), inf)
+
+    def least_quick(self, counts: Sequence[int], limit: float) -> float:
+        """Seconds that no plan within ``limit`` bytes can beat, by cheap bounds: infinite where they say there is none.
+        ``counts``: of microbatches, if not all."""
+        tried = [self._quick(Candidate((), n), limit) for n in counts or self.candidates.microbatches]
+        return min((quick.seconds for quick in tried if quick.illegal is None and quick.bytes <= limit), default=inf)
 
     def made_of(self, plan: Plan) -> tuple[Posed, Assignment]:
         """What a plan with predictions was made of."""
@@ -175,6 +199,15 @@ class Solver:
         posed, assignment = self.made_of(plan)
         candidate = next(c for c, p in self._posed.items() if p.mesh is posed.mesh)
         return Chosen(candidate, posed.problem, assignment)
+
+    def bounding(self, chosen: Chosen) -> tuple[float, Found[Posed]]:
+        """The search over all candidates whose bounds are of the chosen plan, and the bytes that it was given: those of
+        a rank or, where the plan's problem says that it needs more, those."""
+        needed = max(float(self.cluster.limit), float(peak(totals(chosen.problem, chosen.assignment))))
+        holding = [pair for pair in self.searched if pair[0] >= needed and pair[1].best is not None]
+        if not holding:
+            holding = [(needed, self.search(needed))]
+        return min(holding, key=lambda pair: pair[0])
 
     # -- what the search calls -------------------------------------------------------------------------------------
 
@@ -191,18 +224,21 @@ class Solver:
                 self._posed[candidate] = self.poser.pose(candidate.mesh, candidate.microbatches)
         posed = self._posed[candidate]
         if posed.problem.memory_limit != limit:
+            known = self._evaluations.pop(posed, None)
             self._posed[candidate] = posed = replace(posed, problem=replace(posed.problem, memory_limit=limit))
+            if known is not None:
+                self._evaluations[posed] = known.of_limit(posed.problem)
         return posed
 
-    def _solve(self, posed: Posed, cutoff: float, polish: bool) -> Answer:
+    def _solve(self, posed: Posed, cutoff: float, gap: float, polish: bool) -> Answer:
         known = self._answers.get(posed)
-        if known is not None and _is_enough(known, posed.problem, self.target_gap / 2, cutoff):
+        if known is not None and _is_enough(known, posed.problem, gap, cutoff):
             return known
         evaluation, columns = self._evaluation(posed), ILP_COLUMNS if polish else 0
         with self.timed("solve"):
             self._answers[posed] = solve(
                 posed.problem,
-                target_gap=self.target_gap / 2,
+                target_gap=gap,
                 cutoff=cutoff,
                 ilp_columns=columns,
                 evaluation=evaluation,
@@ -273,89 +309,33 @@ def solved(
     """`solve_plan` with all that led to the plan. ``prepared``: the capture prepared for one microbatch; ``nearest``:
     whether changes that fit are looked for where nothing does."""
     solver = Solver(captured, cluster, pins or Pins(), target_gap, prepared)
-    found, plan, limit = _that_fits(solver, nearest)
-    fastest = judged(solver, found, plan)
-    plan = at_work(solver, fastest, limit)
+    fit = _that_fits(solver, nearest)
+    fastest = judged(solver, fit)
+    plan = at_work(solver, fastest, (fit.given, float(cluster.limit)))
     chosen = solver.chosen(plan)
-    given, first = within_limit(solver.searched, float(cluster.limit), chosen)
+    given, first = solver.bounding(chosen)
     saved = saved_search(first, given, chosen)
     repeatable = solver.repeatable and all(f.deterministic for _, f in solver.searched)
-    made = proof(saved, first, float(cluster.limit), limit, solver.pins.text() if solver.pins.named() else "")
+    pinned = solver.pins.text() if solver.pins.named() else ""
+    made = proof(saved, first, float(cluster.limit), fit.given, pinned)
     if plan is not fastest:
         made = replace(made, scope={**made.scope, "repeated": REPEATED})
     plan = replace(
         plan,
         proof=made,
-        alternatives=_next(solver, found, plan),
+        alternatives=_next(solver, fit.found, plan),
         deterministic=repeatable,
     )
     return Solved(plan, solver.poser.body(plan.microbatches).prepared, saved, dict(solver.seconds))
 
 
-def _that_fits(solver: Solver, nearest: bool) -> tuple[Found[Posed], Plan, float]:
-    """The search whose best plan fits, that plan, and the bytes that the search was given.
-
-    A problem's bytes are not the program's: it knows nothing of inputs and masks, and may count a shared tensor twice.
-    So what a plan has too much is taken off the limit, and where nothing is found the leanest plan is looked at."""
-    limit = float(solver.cluster.limit)
-    for attempt in range(ROUNDS):
-        found, plan = _within(solver, limit, polish=attempt == 0)
-        if plan is None:
-            break
-        if plan.fits is not False:
-            return (found, plan, limit) if attempt == 0 else _polished(solver, found, plan, limit)
-        limit = min(limit - 1, float(solver.cluster.limit) - solver.beside(plan))
-    if found.least is None:
-        found = solver.search(1.0)  # a byte, for the leanest of all
-    least = _leanest(solver, found)
-    if least is None or least.fits is False:
-        _nothing_fits(solver, found, least, nearest)
-    assert least is not None and found.least is not None
-    return _between(solver, float(found.least.answer.least_bytes) * (1 + 1e-9), max(limit, 0.0), least)
-
-
-def _between(solver: Solver, low: float, high: float, least: Plan) -> tuple[Found[Posed], Plan, float]:
-    """Given ``low`` bytes the search finds a plan that fits (or ``least`` does), given ``high`` none was found: halves
-    the distance some times."""
-    best = None
-    for attempt in range(ROUNDS):
-        limit = low if attempt == 0 else (low + high) / 2
-        found, plan = _within(solver, limit, polish=False)
-        if plan is not None and (plan.fits is not False or attempt == 0):
-            best = found, plan if plan.fits is not False else least, limit
-            low = limit
-        else:
-            high = limit
-        if high <= low:
-            break
-    assert best is not None
-    return _polished(solver, *best)
-
-
-def _within(solver: Solver, limit: float, *, polish: bool) -> tuple[Found[Posed], Plan | None]:
-    """The search within so many bytes, and the plan that it found."""
-    with solver.timed("search"):
-        found = solver.search(limit, polish=polish)
-    if found.best is None or found.best.problem is None:
-        return found, None
-    return found, solver.plan(found.best.problem, found.best.answer.assignment)
-
-
-def _polished(solver: Solver, found: Found[Posed], plan: Plan, limit: float) -> tuple[Found[Posed], Plan, float]:
-    """The search again with integer programs; its plan where that fits and is faster."""
-    again, other = _within(solver, limit, polish=True)
-    if again.best is None:
-        return found, plan, limit
-    faster = other is not None and (other.predicted.step_time_s or 0.0) < (plan.predicted.step_time_s or 0.0)
-    return again, other if other is not None and faster and other.fits is not False else plan, limit
-
-
-def _leanest(solver: Solver, found: Found[Posed]) -> Plan | None:
-    """The plan of least memory that a search without success has seen."""
-    least = found.least
-    if least is None or least.problem is None or least.answer is None or least.answer.least_assignment is None:
-        return None
-    return solver.plan(least.problem, least.answer.least_assignment)
+def _that_fits(solver: Solver, nearest: bool) -> Fit:
+    """The fastest plan that fits. Raises NothingFits where there is none: see `_nothing_fits`."""
+    fitting = Fitting(solver)
+    fit = fitting.run()
+    if fit is None:
+        _nothing_fits(solver, solver.searched[0][1], fitting.leanest, nearest)
+    return fit
 
 
 # -- other plans -----------------------------------------------------------------------------------------------------
@@ -446,7 +426,7 @@ def _nearest(solver: Solver) -> Sequence[Alternative]:
 def _fitting(solver: Solver) -> Plan | None:
     """A plan that fits, or None."""
     try:
-        return _that_fits(solver, nearest=False)[1]
+        return _that_fits(solver, nearest=False).plan
     except AutoparError:
         return None
 

@@ -6,6 +6,7 @@ edited or broadcast gives the same program as one just made.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from types import MappingProxyType
 from torch import fx
 
 from autopar.capture import Capture, to_float64
+from autopar.choosing.stages import with_stages
 from autopar.choosing.wiring import weights_of
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
@@ -33,7 +35,7 @@ from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.strategy import choices, rule, strategy
 from autopar.passes.units import core_ops, cut_units
 from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
-from autopar.plan import Op, Plan, Predicted, Whole, choice_from_text, choice_to_text
+from autopar.plan import Op, Plan, Predicted, Stage, Whole, choice_from_text, choice_to_text
 from autopar.rests import resting, rests_of
 from autopar.runtime.mesh import Ranks
 from autopar.runtime.stage import Stages
@@ -112,10 +114,13 @@ def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     return replace(plan, predicted=_whole(plan, left), pins=pins.pins.given())
 
 
-def choose_along(prepared: Prepared, training: Plan, cluster: Cluster) -> Plan:
+def choose_along(
+    prepared: Prepared, training: Plan, cluster: Cluster, held: Mapping[str, tuple[int, ...]] = MappingProxyType({})
+) -> Plan:
     """The plan of an eval program on the ranks of a training plan: axes that cut its batch are followed, the others
-    divided, those of its sequence along the sequence; parameters rest as they do there. Raises AutoparError where the
-    batch has too few rows."""
+    divided, those of its sequence along the sequence; parameters rest as they do there. ``held``: the stages that read
+    each parameter in training, where there are several. Raises AutoparError where the batch has too few rows, and where
+    a pipeline would have to run backwards."""
     batch, data = prepared.captured.batch, [training.axes[i] for i in training.data]
     ranks = math.prod(a.size for a in data)
     if batch % ranks:
@@ -129,7 +134,36 @@ def choose_along(prepared: Prepared, training: Plan, cluster: Cluster) -> Plan:
     divided = {a.name for a in mesh.axes} - {a.name for a in data} - sequence
     gm, left, _ = completed(prepared, mesh, training.zero, divided, sequence)
     plan = resting(plan_of(gm, prepared.captured, mesh, cluster), rests_of(training))
+    if len(training.stages) > 1:
+        plan = _stages_along(plan, gm, training, held)
     return replace(plan, predicted=_whole(plan, left), pins=training.pins)
+
+
+def _stages_along(plan: Plan, gm: fx.GraphModule, training: Plan, held: Mapping[str, tuple[int, ...]]) -> Plan:
+    """Cut where the parameters are: each op goes to the first stage, from that of the op before it on, that holds what
+    it reads."""
+    ops, at, here = ops_of(gm), list[int](), 0
+    for place, op in enumerate(ops):
+        for fqn in (str(n.target) for n in op.all_input_nodes if n.op == "get_attr" and str(n.target) in held):
+            here = next((stage for stage in held[fqn] if stage >= here), -1)
+            if here < 0:
+                raise AutoparError(
+                    f"forward: in eval mode {fqn} is read after parameters of later stages of the pipeline, which "
+                    "training reads it before. Pin pp=1, or cuts at which both orders agree."
+                )
+        at += [place] * (here - len(at))
+    at += [len(ops)] * (len(training.stages) - 1 - len(at))
+    plan = with_stages(plan, sorted({place for place in at if 0 < place < len(ops)}))
+    starts = [0, *itertools.accumulate(len(plan.classes[unit.kind].ops) for unit in plan.units)]
+    edges = [0, *(starts.index(place) for place in at), len(plan.units)]
+    virtual = training.schedule.virtual
+    return replace(
+        plan,
+        stages=tuple(Stage(a, b) for a, b in itertools.pairwise(edges)),
+        schedule=replace(training.schedule, name="interleaved" if virtual > 1 else "gpipe", words=()),
+        mesh={"pp": training.pp, **plan.mesh},
+        cluster=training.cluster,
+    )
 
 
 @dataclass(frozen=True)
@@ -284,10 +318,12 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
 @dataclass(frozen=True)
 class Staged:
     """A model with its changes, as the ranks of a pipeline have it. ``models``: of each stage; ``uses``: of all its
-    parameters; ``holders``: the places along the pipeline where each of them is; ``whole``: the model uncut."""
+    parameters; ``read``: the stages that read each of them; ``holders``: the places along the pipeline where it is;
+    ``whole``: the model uncut."""
 
     models: tuple[Lowerable, ...]
     uses: tuple[ParameterUse, ...]
+    read: Mapping[str, tuple[int, ...]]
     holders: Mapping[str, tuple[int, ...]]
     pipeline: Stages | None
     whole: Lowerable
@@ -303,13 +339,13 @@ def staged(plan: Plan, prepared: Prepared) -> Staged:
     whole = with_changes(apply(plan, prepared))
     uses = parameter_uses(whole)
     if len(plan.stages) <= 1:
-        return Staged((whole,), uses, {}, None, whole)
+        return Staged((whole,), uses, {}, {}, None, whole)
     cut = cut_stages(whole, [(stage.first, stage.last) for stage in plan.stages])
     holders = {fqn: tuple(sorted({s % plan.pp for s in stages})) for fqn, stages in cut.holders.items()}
     ties = tuple((fqn, at) for fqn, at in holders.items() if len(at) > 1 and fqn in cut.reached)
     outputs = tuple(zip(output_uses(whole), cut.outputs, strict=True))
     pipeline = Stages(plan.orders(), cut.crossings, cut.crossed, outputs, tuple(cut.updates.items()), ties)
-    return Staged(cut.models, uses, holders, pipeline, whole)
+    return Staged(cut.models, uses, cut.holders, holders, pipeline, whole)
 
 
 def lowerable(gm: fx.GraphModule, mesh: Mesh, prepared: Prepared, prologue: fx.GraphModule | None = None) -> Lowerable:

@@ -37,6 +37,10 @@ from autopar.runtime.program import Program
 from autopar.signature import Signature
 from autopar.solver.file import Saved
 
+_FIRST = (
+    "forward: the plan is a pipeline, and where parameters lie follows from training. Call parallel.train() and "
+    "parallel.prepare(args, kwargs), or a first step, before eval mode."
+)
 _programs = itertools.count()  # ranks compile in the same order, so the number is the same on all
 
 
@@ -165,12 +169,22 @@ class Parallel(Initialised):
         else:
             prepared = prepare(captured, 1)
             if training is not None:
-                plan = choose_along(prepared, training, cluster)
+                plan = choose_along(prepared, training, cluster, self._read(training))
             else:
                 pins = replace(self._pins, microbatches=None)
+                if (pins.pp or 1) > 1:
+                    raise AutoparError(_FIRST)
                 plan = choose(prepared, resolve(pins, cluster.ranks, captured.batch), cluster)
             plan = resting(plan, self._rests) if self._rests else plan
         return Planned(predict(plan, prepared, cluster), prepared)
+
+    def _read(self, training: Plan) -> Mapping[str, tuple[int, ...]]:
+        """The stages of a pipeline that read each parameter in training."""
+        if training.pp == 1:
+            return {}
+        if not self._ready[True]:
+            raise AutoparError(_FIRST)
+        return staged(training, self._ready[True][0].prepared).read
 
     def _training(self) -> Plan | None:
         """The plan of training, where there is one by now."""

@@ -186,7 +186,9 @@ class Cutting:
         found, link = self.pipe.crossed, Link(*self.cluster.link("send", self.pp, self.whole.stage_ranks))
         send = np.array([link.seconds(*each) for each in zip(found.count, found.forward, strict=True)])
         send += [link.seconds(int(b > 0), b) for b in found.backward]
-        return Work(self.pipe.seconds.total, send - send.min(initial=inf), found.forward + found.backward)
+        reads = np.zeros(len(self.pipe.seconds.total), bool)
+        reads[[op for ops in self.pipe.readers.values() for op in ops]] = True
+        return Work(self.pipe.seconds.total, send - send.min(initial=inf), found.forward + found.backward, reads)
 
     def plan(self, at: Sequence[int]) -> Plan:
         """The plan cut before these ops, predicted."""

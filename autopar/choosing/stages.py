@@ -41,12 +41,13 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Work:
-    """``seconds`` of each op; of each place between two ops the seconds that a cut there costs (``send``), and the
-    ``nbytes`` that cross it."""
+    """``seconds`` of each op, and whether it ``reads`` a parameter (None: all do): every stage has an op that does. Of
+    each place between two ops the seconds that a cut there costs (``send``), and the ``nbytes`` that cross it."""
 
     seconds: Array
     send: Array
     nbytes: npt.NDArray[np.int64]
+    reads: npt.NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True)
@@ -112,17 +113,18 @@ def levels(model: Lowerable, plan: Plan, found: Crossed) -> Iterator[list[int]]:
 def cuts(work: Work, places: Iterator[list[int]], stages: int) -> list[int]:
     """Where stages but the first begin. Raises AutoparError where the model has too few ops."""
     best: list[int] = []
-    least, most = inf, 0
+    least = inf
     for level in places:
-        most = max(most, len(level) + 1)
         if len(level) < stages - 1:
             continue
         found = balanced(work, level, stages)
+        if not found:
+            continue
         slowest = _slowest(work, found)
         if slowest < FINER * least:
             best, least = found, slowest
     if not best:
-        raise AutoparError(f"pins: {stages} stages are more than the {most} pieces of the model. Pin fewer.")
+        raise AutoparError(f"pins: {stages} stages are more than the model has pieces with parameters. Pin fewer.")
     return best
 
 
@@ -143,6 +145,9 @@ def balanced(
     nbytes = np.concatenate([[0], work.nbytes, [0]])[edges]
     cost = until[None, :] - until[:, None] + sent[None, :] + sent[:, None]
     cost[np.tril_indices(len(edges))] = inf
+    if work.reads is not None:
+        read = np.concatenate([[0], np.cumsum(work.reads)])[edges]
+        cost[read[None, :] <= read[:, None]] = inf
     costs = [cost if allowed is None else np.where(allowed(s), cost, inf) for s in range(stages)]
     best = costs[0][0]
     for each in costs[1:]:

@@ -22,6 +22,7 @@ from autopar.explain.page import Page, Section, render
 from autopar.explain.parameters import parameters
 from autopar.explain.proof import proof
 from autopar.explain.recompute import recompute
+from autopar.explain.stages import order, stages
 from autopar.explain.step_time import step_time
 from autopar.explain.verdict import verdict
 from autopar.explain.whole import whole
@@ -34,6 +35,8 @@ SECTIONS = (
     parameters,
     layouts,
     recompute,
+    stages,
+    order,
     step_time,
     memory,
     collectives,

@@ -12,7 +12,7 @@ COLUMNS = ("kind", "axis", "tier", "phase", "count", "bytes", "time", "")
 
 def collectives(plan: Plan) -> Section:
     """The section of collectives; bytes count as nccl-tests counts them."""
-    tiers = {a.name: f"{a.tier} ({a.size})" for a in plan.axes}
+    tiers = {a.name: f"{a.tier} ({a.size})" for a in plan.axes} | {"pp": f"{plan.schedule.tier} ({plan.pp})"}
     rows = []
     for c in plan.predicted.collectives:
         seconds = seconds_of(plan, c)
@@ -20,7 +20,8 @@ def collectives(plan: Plan) -> Section:
         seen = "" if c.hidden is None else "hidden" if c.hidden else "exposed"
         head = (c.kind, axis_name(plan, c.axis), tiers.get(c.axis, ""), c.phase)
         rows.append((*head, f"{c.count:,}", bytes_text(c.bytes), time, seen))
-    note = f"In all {bytes_text(sum(c.bytes for c in plan.predicted.collectives))} a rank, counted as nccl-tests does."
+    whose = "a rank of the busiest stage" if plan.pp > 1 else "a rank"
+    note = f"In all {bytes_text(sum(c.bytes for c in plan.predicted.collectives))} {whose}, counted as nccl-tests does."
     return Section("Collectives a step", tuple(rows), COLUMNS, note)
 
 

@@ -21,11 +21,13 @@ def formulas(plan: Plan) -> Section:
 
     nbytes, states, latency, wire, flops, rate, memory = sympy.symbols("B Z L W flops F H", positive=True)
     compute, exposed, hidden, optimizer = sympy.symbols("compute exposed hidden optimizer", positive=True)
-    rows = [
+    rows: list[tuple[str, object]] = [
         ("step", cost.step_time(compute + optimizer, exposed, hidden)),
         ("op", cost.roofline(flops, nbytes, rate, memory)),
         (plan.optimizer.name, cost.update(nbytes, states, memory)),
     ]
+    if plan.pp > 1:
+        rows[0] = ("step", "the schedule, simulated with the seconds of every stage, in")
     many = sympy.Symbol("n", integer=True, positive=True)
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         rows.append((kind, _for_several(cost.collective(kind, many, nbytes, latency, wire))))

@@ -13,6 +13,9 @@ KINDS = {
     "optimizer_s": ("optimizer", ""),  # see `_passes`
     "exposed_s": ("exposed communication", "of activations: compute waits for it"),
     "again_exposed_s": ("  made again", "of exposed communication: collectives run once more"),
+    "waits_s": ("waiting for parameters", "communication of parameters and gradients that nothing runs beside"),
+    "send_s": ("waiting for other stages", "while what crosses is under way"),
+    "bubble_s": ("bubble", "nothing to do: the pipeline fills and drains, stages differ"),
     "hidden_s": ("hidden communication", "of parameters and gradients: runs beside compute and optimizer"),
 }
 
@@ -27,9 +30,12 @@ def step_time(plan: Plan) -> Section:
         for key, (name, remark) in KINDS.items()
         if key in parts and (parts[key] or not key.startswith("again"))
     ]
+    staged = "bubble_s" in parts
     if waits := _waits(plan):
         rows.append(("not hidden", seconds_text(waits), percent(waits, step), "hidden communication beyond compute"))
     remark = "exposed + max(compute + optimizer, hidden)" if rows else ""
+    if staged:
+        remark = "the mean rank's, all but hidden, as its schedule is simulated"
     rows.append(("step", seconds_text(step), "100.0 %", remark))
     return Section("Time of a step", tuple(rows), ("kind", "time", "of the step", ""))
 
@@ -44,6 +50,8 @@ def _passes(optimizer: Optimizer) -> str:
 def _waits(plan: Plan) -> float:
     """Seconds by which hidden communication outlasts what it is to hide beside."""
     parts = plan.predicted.parts
+    if "bubble_s" in parts:
+        return 0.0  # they are among the parts
     return max(0.0, parts.get("hidden_s", 0.0) - parts.get("compute_s", 0.0) - parts.get("optimizer_s", 0.0))
 
 
@@ -57,6 +65,9 @@ def binds(plan: Plan) -> str:
         return ""
     kinds = {"compute": parts["compute_s"], "optimizer": parts.get("optimizer_s", 0.0)}
     kinds["exposed communication"] = parts.get("exposed_s", 0.0)
+    kinds["bubble"] = parts.get("bubble_s", 0.0)
+    kinds["waiting for other stages"] = parts.get("send_s", 0.0)
+    kinds["waiting for parameters"] = parts.get("waits_s", 0.0)
     if _waits(plan):
         kinds["communication of parameters and gradients"] = parts["hidden_s"]
     name = max(kinds, key=lambda kind: kinds[kind])

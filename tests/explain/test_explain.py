@@ -12,6 +12,7 @@ from autopar.explain.fold import fold
 from autopar.explain.layouts import OPS, in_and_out
 from autopar.explain.page import SCREEN
 from autopar.explain.quantities import bytes_text
+from autopar.explain.stages import lanes
 from autopar.plan import (
     Alternative,
     Collective,
@@ -22,6 +23,9 @@ from autopar.plan import (
     PlanAxis,
     Predicted,
     Proof,
+    Schedule,
+    Stage,
+    StageFigures,
     loads,
 )
 
@@ -278,3 +282,55 @@ def test_formulas_are_those_that_price():
         rows["step"].removesuffix(" s"), {"Max": max}, {"exposed": 1, "hidden": 2, "compute": 3, "optimizer": 1}
     )
     assert found == cost.step_time(4, 1, 2)
+
+
+def _staged(llama, **schedule):
+    figures = [
+        StageFigures(0.01 * (s + 1), 0.02 * (s + 1), 2_000_000_000, 2 - s, 1 << 20, 1 << 20, 3.0 * 2**30)
+        for s in (0, 1)
+    ]
+    parts = {"compute_s": 6.0, "exposed_s": 0.5, "waits_s": 0.1, "send_s": 0.2, "bubble_s": 0.8, "optimizer_s": 0.004}
+    parts["hidden_s"] = 9.0
+    return replace(
+        llama,
+        cluster=replace(llama.cluster, nodes=16),
+        mesh={"pp": 2, **llama.mesh},
+        stages=(Stage(0, 16), Stage(16, 33)),
+        schedule=Schedule("1f1b", tier="network"),
+        predicted=replace(
+            llama.predicted,
+            parts=llama.predicted.parts | parts,
+            stages=tuple(figures),
+            collectives=(Collective("send", "pp", 2, 1 << 20, "forward", 0.1, True),),
+        ),
+        **schedule,
+    )
+
+
+def test_stages_of_a_pipeline(llama):
+    page = explain(loads(_staged(llama).dumps()))
+    found = {section.title: section for section in page.sections}
+    first, last = found["Stages of the pipeline"].rows
+    assert first[:3] == ("0", "0-63", "model.layers.{0-15}") and last[:3] == (
+        "1",
+        "64-127",
+        "model.layers.{16-31}, lm_head",
+    )
+    assert first[3:] == ("2e+09", "10.0 ms", "20.0 ms", "2 microbatches", "1.0 MiB", "3.0 GiB") and last[7] == ""
+    assert "the longest takes 1.33 times the mean" in found["Stages of the pipeline"].note
+    assert found["Schedule"].rows == (("rank 0", "stage 0", "ab..AA.BB"), ("rank 1", "stage 1", ".aAAbBB.."))
+    assert found["Time of a step"].rows[5][:3] == ("bubble", "800 ms", "10.5 %")
+    assert found["Collectives a step"].rows[0][:3] == ("send", "pp", "network (2)")
+    assert (
+        found["Plan"].rows[0][1].startswith("pp=2 a0=8 a1=8")
+        and ("mesh", "pp 2 x dp_shard 8 x tp 8") in found["Plan"].rows
+    )
+    assert dict(found["How it is computed"].rows)["step"].startswith("the schedule, simulated")
+    assert not {"Stages of the pipeline", "Schedule"} & {section.title for section in explain(llama).sections}
+
+
+def test_large_schedules_are_not_drawn(llama):
+    plan = replace(_staged(llama), microbatches=17)
+    assert "Schedule" not in {section.title for section in explain(plan).sections}
+    drawn = lanes(replace(_staged(llama), schedule=Schedule("zero_bubble"), microbatches=3))
+    assert drawn == ["ab.A*cB*C*", ".aAbB*cC**"]

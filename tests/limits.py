@@ -51,8 +51,9 @@ def leanest(
 
 
 def limits(captured: Capture, cluster: Cluster, loose: Plan) -> dict[str, Cluster]:
-    """``tight``: halfway between what the loose plan and the leanest take; ``just``: what the leanest takes."""
-    least = peak(leanest(captured, cluster, loose))
+    """``tight``: halfway between what the loose plan and the leanest take; ``just``: what the leanest takes. All as the
+    programs are predicted, at their fullest moments."""
+    least = min(peak(leanest(captured, cluster, loose)), peak(loose))
     return {
         "tight": with_memory(cluster, (least + peak(loose)) / 2),
         "just": with_memory(cluster, least + 1),

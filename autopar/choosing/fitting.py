@@ -28,7 +28,9 @@ MOST = 2.0
 WORTHWHILE = 0.01
 """Of the seconds, and of the bytes: no further search for less."""
 LEANEST = 3
-"""Candidates whose leanest plans' programs are looked at; times that a leaner one is then looked for."""
+"""Candidates whose leanest plans' programs are looked at."""
+LEANER = 8
+"""Times that a leaner one is then looked for."""
 
 
 def peak(plan: Plan) -> float:
@@ -53,12 +55,12 @@ class Fit:
 
 
 class Fitting:
-    """Searches for the ``best`` plan of at most ``limit`` bytes (at first those of the cluster). ``leanest``: where
-    there is none, the one with the fewest bytes of those looked at."""
+    """Searches for the ``best`` plan of at most ``limit`` bytes (those of the cluster); unless for the ``fastest``, for
+    any. ``leanest``: where there is none, the one with the fewest bytes of those looked at."""
 
-    def __init__(self, solver: Solver) -> None:
-        self.solver = solver
-        self.limit = float(solver.cluster.limit)
+    def __init__(self, solver: Solver, limit: float | None = None, *, fastest: bool = True) -> None:
+        self.solver, self.fastest = solver, fastest
+        self.limit = float(solver.cluster.limit if limit is None else limit)
         counts = solver.candidates.microbatches
         self.groups = [_Among(self, g) for g in ([n for n in counts if n == 1], [n for n in counts if n > 1]) if g]
         self.best: Fit | None = None
@@ -66,19 +68,22 @@ class Fitting:
 
     def run(self) -> Fit | None:
         """The fastest plan that fits; None where none was found."""
+        self.search()
+        if self.best is None:
+            self.lean()
+        return None if self.best is None else self.polished(self.best)
+
+    def search(self) -> None:
+        """Looks among all candidates and, where memory binds, among those of one microbatch and among others."""
         every = _Among(self, ())
-        first = every.look(self.limit, polish=True)
+        first = every.look(self.limit)
         for group in self.groups:
             group.nothing = every.nothing
             if first is not None and first.plan.microbatches in group.counts:
                 group.seen.append(first)
-        if self.best is not None and not self.binds(self.best.found):
-            return self.best
-        for group in self.groups:
-            group.go_on()
-        if self.best is None:
-            self.lean()
-        return None if self.best is None else self.polished(self.best)
+        if self.best is None or self.binds(self.best.found):
+            for group in self.groups:
+                group.go_on()
 
     def is_near(self, bound: float) -> bool:
         """Whether nothing with such a bound is worth a search."""
@@ -102,22 +107,19 @@ class Fitting:
     def lean(self) -> None:
         """Looks for the plan of the fewest bytes until one fits: first at those of which problems count the fewest,
         then for any with fewer, some times. (Whatever the limit is, these are the same plans.)"""
-        found, limit = self.solver.search(1.0, polish=False), self.limit  # a byte: none is that lean
+        found = self.solver.search(1.0, polish=False)  # a byte: none is that lean
         outcomes = [o for o in found.outcomes if o.answer is not None and o.answer.least_assignment is not None]
         outcomes.sort(key=lambda o: float(o.answer.least_bytes))
         pairs = [(o.problem, o.answer.least_assignment) for o in outcomes[:LEANEST] if o.problem is not None]
         self.leanest = min((self.solver.plan(*pair) for pair in pairs), key=peak, default=None)
-        groups = [_Among(self, group.counts) for group in self.groups]
-        for _ in range(LEANEST):
+        for _ in range(LEANER):
             if self.leanest is None or self.fits(self.leanest):
                 break
-            self.limit = peak(self.leanest) - 1
-            for group in groups:
-                group.go_on(any_=True)
-            self.limit = limit
-            if self.best is None:
+            other = Fitting(self.solver, peak(self.leanest) - 1, fastest=False)
+            other.search()
+            if other.best is None:
                 break
-            self.leanest, self.best = self.best.plan, None
+            self.leanest = other.best.plan
         if self.leanest is not None and self.fits(self.leanest):
             self.begin_with(self.leanest)
 
@@ -130,12 +132,10 @@ class Fitting:
         group.go_on()
 
     def polished(self, best: Fit) -> Fit:
-        """The search again with integer programs, unless it was the first; its plan where that fits and is faster."""
-        if best.counts:
-            seen = _Among(self, best.counts).look(best.given, polish=True)
-            if seen is not None and self.best is not seen:
-                return replace(best, found=seen.found)
-        return self.best or best
+        """The search to the target gap; its plan where that fits and is faster."""
+        seen = _Among(self, best.counts).look(best.given, polish=True)
+        assert self.best is not None
+        return self.best if seen is None or self.best is seen else replace(best, found=seen.found)
 
 
 class _Among:
@@ -162,10 +162,10 @@ class _Among:
             of.best = seen
         return seen
 
-    def go_on(self, *, any_: bool = False) -> None:
-        """More searches, while they may be of use; until one fits where ``any_`` will do."""
+    def go_on(self) -> None:
+        """More searches, while they may be of use."""
         for _ in range(LOOKS):
-            given = None if any_ and self.of.best is not None else self.next()
+            given = self.next() if self.of.best is None or self.of.fastest else None
             if given is None:
                 break
             self.look(given)

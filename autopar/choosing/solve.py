@@ -206,7 +206,7 @@ class Solver:
         needed = max(float(self.cluster.limit), float(peak(totals(chosen.problem, chosen.assignment))))
         holding = [pair for pair in self.searched if pair[0] >= needed and pair[1].best is not None]
         if not holding:
-            holding = [(needed, self.search(needed))]
+            holding = [(needed, self.search(needed, polish=False))]
         return min(holding, key=lambda pair: pair[0])
 
     # -- what the search calls -------------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ SCOPE = {
     "copies": "every tensor is shared in at most one layout; its readers change that privately",
     "segments": "tensors are cut in parts only where splits and views of the model, or what arrives, propose it",
     "side": "masks, tables and ids are decided after the core, outside of the bound",
-    "bytes": "the most of each kind added up, working memory of one op; of the plan, those of its fullest moment",
+    "bytes": "the most of each kind added up, working memory of one op; a plan is judged by its fullest moment, and of "
+    "those that fit though their sum does not, nothing is proven",
     "recompute": "one policy a unit (none, selective, full); bounds leave out bytes that the fullest unit makes again",
     "prices": "closed formulas; weights that enter alike share latencies; 0.1 % of hidden seconds counts as exposed",
 }

@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules clean
+.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules exact-torch-pipelines clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules  ## every large table
+exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules exact-torch-pipelines  ## every large table
 
 # torchvision and timm stay out of .venv: torchvision's release needs a CUDA torch, and transformers imports it unasked.
 build/vision: $(READY)
@@ -73,6 +73,9 @@ exact-init: $(READY)  ## first values of a billion parameters on 4 ranks: equal,
 
 exact-schedules: $(READY)  ## 2,000 random pipelines, some that deadlock: the static check against the executor (2 minutes)
 	$(BIN)/python tests/exact/schedules.py
+
+exact-torch-pipelines: $(READY)  ## gradients of pipelines against torch.distributed.pipelining's (at most 10 minutes)
+	$(BIN)/python tests/exact/torch_pipelining.py
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -26,7 +26,7 @@ Figure = float | int | str | bool | None
 Bench = Callable[..., Iterator[tuple[str, dict[str, Figure]]]]
 WIDTH = 2000  # characters of a line at most: a figure is never cut
 BENCHES: dict[str, Bench] = {}
-MODULES = {"planner": "autopar.bench.planner", "local": "autopar.bench.local", "ddp": "autopar.bench.ddp"}
+MODULES = {name: f"autopar.bench.{name}" for name in ("planner", "local", "ddp", "pipelines")}
 
 
 @dataclass(frozen=True)

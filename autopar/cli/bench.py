@@ -17,6 +17,7 @@ MEASURED = {
     "planner": "seconds, memory and gap of planning",
     "local": "predicted against measured seconds and bytes of training on this machine's ranks",
     "ddp": "training on this machine's ranks against one process and DDP",
+    "pipelines": "the executor of pipelines against torch.distributed.pipelining, on this machine's ranks",
 }
 PUBLISHED = """\
 Predict step seconds and peak GiB of published training runs, from hardware figures alone, and print them beside what

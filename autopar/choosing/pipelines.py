@@ -26,7 +26,7 @@ from autopar.passes.lower import with_changes
 from autopar.pins import Pins, ResolvedPins
 from autopar.plan import Plan, Proof, Schedule
 from autopar.predict import predict
-from autopar.predict_pipeline import Link, Pipeline, along
+from autopar.predict_pipeline import Pipeline, along
 
 
 class Inner(Protocol):
@@ -183,9 +183,9 @@ class Cutting:
     @cached_property
     def work(self) -> Work:
         """What balances stages."""
-        found, link = self.pipe.crossed, Link(*self.cluster.link("send", self.pp, self.whole.stage_ranks))
-        send = np.array([link.seconds(*each) for each in zip(found.count, found.forward, strict=True)])
-        send += [link.seconds(int(b > 0), b) for b in found.backward]
+        found = self.pipe.crossed
+        _, bandwidth = self.cluster.link("send", self.pp, self.whole.stage_ranks)
+        send = (found.forward + found.backward) / bandwidth  # every message takes the latency, as every cut has one
         reads = np.zeros(len(self.pipe.seconds.total), bool)
         reads[[op for ops in self.pipe.readers.values() for op in ops]] = True
         return Work(self.pipe.seconds.total, send - send.min(initial=inf), found.forward + found.backward, reads)

@@ -134,6 +134,8 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     for flag in ("out", "problem"):
         _refuse_folder(flag, getattr(options, flag))
     asked = Asked.of(options)
+    if options.problem and (asked.pins.pp or 1) > 1:
+        raise AutoparError(f"--problem {options.problem}: nothing is proved of a plan with stages. Leave it out.")
     parallel = asked.compile(asked.pins)
     plan = parallel.detailed_plan()
     if options.problem:

@@ -28,10 +28,11 @@ from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.loss_stays_wide import LOSS_DTYPE
 from autopar.passes.cut_stages import cut_stages
-from autopar.passes.lower import Local, Lowerable, ParameterUse, lower, output_uses, parameter_uses, with_changes
+from autopar.passes.lower import Local, Lowerable, ParameterUse, lower, output_uses, parameter_uses, tail_uses, with_changes
 from autopar.passes.roles import Limit, divides_nothing, limits_of, shares_nothing
 from autopar.passes.sequence import DIVIDE, Along, along_sequence, cuts_nothing
 from autopar.passes.split_prologue import copy_graph, split_prologue
+from autopar.passes.split_tail import Tail, split_tail
 from autopar.passes.strategy import choices, rule, strategy
 from autopar.passes.units import core_ops, cut_units
 from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
@@ -51,11 +52,16 @@ class Prepared:
     prologue: fx.GraphModule | None
     hoisted: tuple[str, ...]
     captured: Capture
+    forwards_first: bool = False
+    tail: Tail | None = None
 
 
-def prepare(captured: Capture, microbatches: int, *, float64: bool = False) -> Prepared:
+def prepare(
+    captured: Capture, microbatches: int, *, float64: bool = False, forwards_first: bool = False
+) -> Prepared:
     """Run PREPARE on a copy of the captured graph; ``float64``: the result in that precision, node for node the same
-    (casts between types included, so that a plan fits both)."""
+    (casts between types included, so that a plan fits both); ``forwards_first``: all microbatches run forward before
+    the first runs backward, so that a tail may be cut off."""
     gm = copy_graph(captured.graph)
     gm.meta["batch_inputs"] = {i.name for i in captured.inputs if i.batch}
     gm.meta |= captured.relaxations
@@ -65,10 +71,19 @@ def prepare(captured: Capture, microbatches: int, *, float64: bool = False) -> P
         gm.graph.output_node().meta.pop(LOSS_DTYPE, None)
     _refuse_changed_constants(gm, captured)
     annotate(gm, captured.trainable, {} if float64 else _dtypes(gm, captured))
-    if microbatches == 1:
-        return Prepared(gm, None, (), captured)
-    prologue, body, hoisted = split_prologue(run(gm, ("hoist_normalisers",)))
-    return Prepared(body, prologue, hoisted, captured)
+    whole = Prepared(gm, None, (), captured, forwards_first)
+    return whole if microbatches == 1 else in_microbatches(whole)
+
+
+def in_microbatches(whole: Prepared) -> Prepared:
+    """For several microbatches, in place: what runs once a step stands apart, before them or after them."""
+    captured = whole.captured
+    prologue, body, hoisted = split_prologue(run(whole.body, ("hoist_normalisers",)))
+    tail = None
+    if whole.forwards_first:
+        batched = [i.name for i in captured.inputs if i.batch]
+        tail = split_tail(body, frozenset(captured.parameters), batched, captured.batch)
+    return Prepared(body, prologue, hoisted, captured, whole.forwards_first, tail)
 
 
 def _dtypes(gm: fx.GraphModule, captured: Capture) -> dict[str, Dtypes]:
@@ -343,8 +358,11 @@ def staged(plan: Plan, prepared: Prepared) -> Staged:
     cut = cut_stages(whole, [(stage.first, stage.last) for stage in plan.stages])
     holders = {fqn: tuple(sorted({s % plan.pp for s in stages})) for fqn, stages in cut.holders.items()}
     ties = tuple((fqn, at) for fqn, at in holders.items() if len(at) > 1 and fqn in cut.reached)
-    outputs = tuple(zip(output_uses(whole), cut.outputs, strict=True))
-    pipeline = Stages(plan.orders(), cut.crossings, cut.crossed, outputs, tuple(cut.updates.items()), ties)
+    outputs = dict(zip(whole.returns or range(len(cut.outputs)), zip(output_uses(whole), cut.outputs), strict=True))
+    for i, use in zip(whole.tail.returns, tail_uses(whole.tail), strict=True) if whole.tail is not None else ():
+        outputs[i] = use, len(plan.stages) - 1
+    known = tuple(outputs[i] for i in range(len(outputs) - (len(whole.tail.inputs) if whole.tail is not None else 0)))
+    pipeline = Stages(plan.orders(), cut.crossings, cut.crossed, known, tuple(cut.updates.items()), ties)
     return Staged(cut.models, uses, cut.holders, holders, pipeline, whole)
 
 
@@ -361,6 +379,8 @@ def lowerable(gm: fx.GraphModule, mesh: Mesh, prepared: Prepared, prologue: fx.G
         inputs=tuple(i.name for i in captured.inputs),
         prologue=prologue,
         hoisted=prepared.hoisted,
+        returns=None if prepared.tail is None else prepared.tail.ids,
+        tail=prepared.tail,
     )
 
 

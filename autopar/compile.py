@@ -138,7 +138,7 @@ class Parallel(Initialised):
             raise
         took["plan"] = time.perf_counter() - started - sum(took.values())
         plan = replace(loads(text), timings=took | dict(made[0].seconds if made else {}))
-        prepared = made[0].prepared if made else prepare(captured, plan.microbatches)
+        prepared = made[0].prepared if made else _prepared(captured, plan)
         program = self._emit(prepared, plan) if size == plan.ranks else None
         search = made[0].search if made else None
         self._ready[mode].append(Ready(captured, prepared, plan, program, search))
@@ -161,7 +161,7 @@ class Parallel(Initialised):
         """The plan: the given one, or one for the pins, for parameters that rest where they rest already."""
         cluster, training = self._cluster, self._training()
         if captured.training and self._given is not None:
-            prepared = prepare(captured, self._given.microbatches)
+            prepared = _prepared(captured, self._given)
             plan = resting(self._given, self._rests or rests_of(self._given))
             plan = plan if self._optimizer is None else replace(plan, optimizer=captured.optimizer)
         elif captured.training:
@@ -487,6 +487,10 @@ def compile(
     if args is not None or kwargs is not None:
         parallel.prepare(tuple(args or ()), dict(kwargs or {}))
     return parallel
+
+
+def _prepared(captured: Capture, plan: Plan) -> Prepared:
+    return prepare(captured, plan.microbatches, forwards_first=plan.forwards_first)
 
 
 def _refuse_beside_plan(plan: Plan, pins: Pins, cluster: Cluster, global_batch: int | None) -> None:

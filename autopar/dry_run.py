@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from autopar.passes.lower import Local, ParameterUse
+from autopar.passes.lower import Local, OutputUse, ParameterUse, tail_uses
+from autopar.passes.split_tail import Tail
 from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
 from autopar.runtime.pipeline import Transport
 from autopar.runtime.program import Batch, Program
@@ -225,6 +226,22 @@ class _Dry(Program):
 
     def _transport(self) -> Transport:
         return Nobody()
+
+    def join(self, use: OutputUse, pieces: list[Tensor]) -> Tensor:
+        """See `Program`."""
+        return torch.empty(use.shape, dtype=use.dtype)
+
+    def run_tail(
+        self, tail: Tail, whole: list[Tensor], wanted: Sequence[bool]
+    ) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
+        """See `Program`."""
+        made = tuple(torch.empty(use.shape, dtype=use.dtype) for use in tail_uses(tail))
+        return made, [torch.empty_like(t) if wants else None for t, wants in zip(whole, wanted, strict=True)]
+
+    def share(self, use: OutputUse, gradient: Tensor, microbatch: int) -> Tensor:
+        """See `Program`."""
+        at = self.mesh.coordinates(0, microbatch)
+        return torch.empty(use.layout.local_shape(use.shape, self.mesh, at), dtype=use.dtype)
 
     def _inputs(self) -> Batch:
         pieces = []

@@ -52,6 +52,16 @@ def size_of(words: Sequence[Sequence[str]]) -> tuple[int, int]:
     return 1 + max(chunk for _, chunk, _ in found), 1 + max(microbatch for _, _, microbatch in found)
 
 
+def forwards_first(name: str, words: Sequence[Sequence[str]] = ()) -> bool:
+    """Whether every rank runs all its forwards before its first backward, however many microbatches there are.
+
+    >>> forwards_first("gpipe"), forwards_first("1f1b"), forwards_first("custom", [["F0.0", "F0.1", "B0.0", "B0.1"]])
+    (True, False, True)
+    """
+    orders = ["".join(letter for letter, _, _ in rank) for rank in schedule_from_words(words)] if words else []
+    return name == "gpipe" or bool(orders) and all("F" not in rank.lstrip("F") for rank in orders)
+
+
 def check_order(orders: Schedule, ranks: int, microbatches: int, virtual: int) -> None:
     """Raises AutoparError, naming rank and action, where an order is for another pipeline, misses or repeats an action,
     or gets stuck."""

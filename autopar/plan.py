@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from autopar.check_plan import CHOICE, CHOICES, check
 from autopar.errors import AutoparError
-from autopar.orders import actions
+from autopar.orders import actions, forwards_first
 from autopar.schema import fail, read, read_file, write
 
 if TYPE_CHECKING:
@@ -347,6 +347,11 @@ class Plan:
     def pp(self) -> int:
         """Ranks of the pipeline; 1 where there is none."""
         return max(1, len(self.stages) // max(1, self.schedule.virtual))
+
+    @property
+    def forwards_first(self) -> bool:
+        """Whether all microbatches run forward before the first runs backward, so that a loss may need all of them."""
+        return self.pp > 1 and forwards_first(self.schedule.name, self.schedule.words)
 
     def orders(self) -> list[list[tuple[str, int, int]]]:
         """For each rank of the pipeline its actions in order: letter, chunk, microbatch."""

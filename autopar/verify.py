@@ -365,17 +365,24 @@ class Subject:
             return three_steps(loss, params, buffers, optimizer, names, _keeper(self._folder / name))
 
     @cached_property
-    def _prepared(self) -> dict[tuple[bool, str, Precision], Prepared]:
+    def _prepared(self) -> dict[tuple[bool, str, Precision, bool], Prepared]:
         return {}
 
-    def prepared(self, microbatches: int, precision: str, asked: Precision | None = None) -> Prepared:
+    def prepared(
+        self, microbatches: int, precision: str, asked: Precision | None = None, *, forwards_first: bool = False
+    ) -> Prepared:
         """The graph after PREPARE in one precision, for plans of a `Plan.precision` (default: the capture's); made
         once."""
         captured = self.reducing(asked or self.captured.precision)
-        key = (microbatches > 1, precision, captured.precision)
+        key = (microbatches > 1, precision, captured.precision, forwards_first)
         if key not in self._prepared:
-            self._prepared[key] = prepare(captured, microbatches, float64=precision == "fp64")
+            made = prepare(captured, microbatches, float64=precision == "fp64", forwards_first=forwards_first)
+            self._prepared[key] = made
         return self._prepared[key]
+
+    def prepared_for(self, plan: Plan, precision: str) -> Prepared:
+        """The same for a plan."""
+        return self.prepared(plan.microbatches, precision, plan.precision, forwards_first=plan.forwards_first)
 
 
 Keep = Callable[[str, Iterable[tuple[str, Tensor | None]]], Mapping[str, Any]]
@@ -437,7 +444,7 @@ def run_plan(
 
 def _run(subject: Subject, plan: Plan, precision: str, values: Path) -> Run:
     ranks = connect(plan_mesh(plan), timedelta(seconds=GROUP_TIMEOUT), plan.pp)
-    model = staged(plan, subject.prepared(plan.microbatches, precision, plan.precision))
+    model = staged(plan, subject.prepared_for(plan, precision))
     eager, inputs = copy.deepcopy(subject.loaded.model), subject.inputs
     constants = {name: subject.captured.constants[name] for name in model.whole.constants}
     if precision == "fp64":
@@ -543,7 +550,7 @@ def _compare(
         ranks=plan.ranks,
         plan=plan.one_line(),
         worst=tuple(map(_finite, (narrow if ok64 and not ok32 else wide)[:WORST])),
-        divided=divided(plan, subject.prepared(plan.microbatches, "fp32", plan.precision)),
+        divided=divided(plan, subject.prepared_for(plan, "fp32")),
         seconds=time.perf_counter() - started,
         limits=(*said64, *said32),
     )

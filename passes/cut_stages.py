@@ -54,6 +54,8 @@ class _Cutting:
         (result,) = self.output.args
         self.outputs: Sequence[fx.Node] = result["outputs"]  # type: ignore[index, call-overload, assignment]
         self.buffers: Mapping[str, fx.Node] = result["buffers"]  # type: ignore[index, call-overload, assignment]
+        tail = model.tail
+        self.tailed = [] if tail is None else list(self.outputs[len(tail.kept) :])  # what the tail reads, last
         self.moved = self._moved()
         self.stage = self._stages(list(stops))
         self.reach = self._reach()
@@ -64,6 +66,7 @@ class _Cutting:
         held = [self._held(stage) for stage in range(self.count)]
         loss = self.stage.get(self.outputs[0], self.count - 1) if self.outputs else self.count - 1
         returns = [self.stage.get(node, loss) for node in self.outputs]
+        returns[len(returns) - len(self.tailed) :] = [self.count - 1] * len(self.tailed)
         updates = {name: self.stage.get(n, next((s for s, h in enumerate(held) if n in h), 0)) for name, n in
                    self.buffers.items()}  # fmt: skip
         for node, stage in (*zip(self.outputs, returns, strict=True),
@@ -107,7 +110,7 @@ class _Cutting:
     def _reach(self) -> set[fx.Node]:
         """The nodes to which a gradient of the loss comes."""
         grads = {n for n in self.nodes if any(v is not None and v.grad for v in fact(n).values)}
-        found = {n for n in grads if self.outputs and n is self.outputs[0]}
+        found = grads & set(self.tailed or self.outputs[:1])
         for node in reversed(self.nodes):
             if node in grads and any(user in found for user in node.users):
                 found.add(node)
@@ -140,14 +143,18 @@ class _Cutting:
             source = self.stage.get(node)
             targets = [s for s, nodes in enumerate(held) if source is not None and s != source and node in nodes]
             for grad in (True, False):
-                flows = lambda s: node in self.reach and any(
-                    u in held[s] and self.stage.get(u) == s and u in self.reach for u in node.users
-                )  # noqa: E731, B023
-                own = tuple(s for s in targets if flows(s) == grad)
+                own = tuple(s for s in targets if self._flows(node, s, held[s]) == grad)
                 if own:
                     assert source is not None and is_tensor(node), f"{node} crosses and is no tensor"
                     found[node, grad] = Crossing(len(found), source, own, grad)
         return found
+
+    def _flows(self, node: fx.Node, stage: int, held: set[fx.Node]) -> bool:
+        """Whether a gradient of a node comes from a stage that reads it."""
+        if node not in self.reach:
+            return False
+        tailed = stage == self.count - 1 and node in self.tailed
+        return tailed or any(u in held and self.stage.get(u) == stage and u in self.reach for u in node.users)
 
     def _model(
         self,
@@ -187,7 +194,8 @@ class _Cutting:
             constants=tuple(c for c in model.constants if c in read),
             prologue=prologue,
             hoisted=tuple(h for h in model.hoisted if h in hoisted),
-            returns=tuple(returns),
+            returns=tuple(model.returns[i] if model.returns is not None else i for i in returns),
+            tail=model.tail if stage == self.count - 1 else None,
             received=tuple(received),
             sent=tuple(c for _, c in sent),
         )

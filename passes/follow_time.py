@@ -65,6 +65,41 @@ def follow_axis(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) ->
     return TimeChoices(ops, layouts)
 
 
+def undecided(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> list[fx.Node]:
+    """The ops that `follow_axis` finds no way for, each the first on its path from the inputs."""
+    mesh = Mesh((axis,))
+    layouts: dict[fx.Node, Layout | None] = {}
+    found: list[fx.Node] = []
+    memo: dict[Hashable, Strategy | None] = {}
+    for node in gm.graph.nodes:
+        if is_op(node):
+            have = tuple(layouts[n] for n in operand_nodes(node))
+            made: Strategy | None = None
+            if all(layout is not None for layout in have):
+                key = (call_key(node), have)
+                if key not in memo:
+                    memo[key] = _tried(node, have, mesh)  # type: ignore[arg-type]
+                made = memo[key]
+                found += [node] * (made is None)
+            if is_tensor(node):
+                layouts[node] = made.results[0] if made is not None else None
+            for user in node.users:
+                if is_getitem(user):
+                    layouts[user] = made.results[user.args[1]] if made is not None else None  # type: ignore[index]
+        elif node.op in ("placeholder", "get_attr") and is_tensor(node):
+            start = Layout.uniform("R", 1, len(value(node).shape))
+            cut = node.name in batch_inputs and node.op == "placeholder"
+            layouts[node] = start.with_shard(0, 0) if cut else start
+    return found
+
+
+def _tried(node: fx.Node, have: tuple[Layout, ...], mesh: Mesh) -> Strategy | None:
+    try:
+        return _decide(node, have, mesh)[1]
+    except AutoparError:
+        return None
+
+
 def _refuse_split_buffers(output: fx.Node, layouts: dict[fx.Node, Layout]) -> None:
     """What a buffer becomes must be the same in every microbatch."""
     (result,) = output.args

@@ -17,9 +17,10 @@ from autopar.passes.emit import Emitter
 from autopar.passes.facts import Value, fact, value
 from autopar.passes.graph_module import graph_module
 from autopar.passes.insert_changes import insert_changes, produced_layout
-from autopar.passes.layout import Layout, Mesh
+from autopar.passes.layout import WHOLE, Layout, Mesh
 from autopar.passes.loss_stays_wide import LOSS_DTYPE
 from autopar.passes.make_local import make_local
+from autopar.passes.split_tail import Tail
 from autopar.passes.split_units import UnitProgram, split_units
 from autopar.runtime.pipeline import Crossing
 
@@ -73,8 +74,8 @@ class Lowerable:
     """A completed model: strategies on every node. ``prologue`` computes, once a step and on the whole batch, what the
     body's placeholders ``hoisted`` read; ``recompute``: what each unit makes again in backward (empty: nothing).
 
-    Of one pipeline stage (`cut_stages`): ``returns``: which of the model's outputs it makes (None: all of them);
-    ``received`` and ``sent``: what crosses; what is sent stands behind its outputs."""
+    ``returns``: which of the model's outputs it makes (None: all of them), by `Tail.ids` where there is a ``tail``. Of
+    one pipeline stage (`cut_stages`) ``received`` and ``sent``: what crosses; what is sent stands behind its outputs."""
 
     body: fx.GraphModule
     mesh: Mesh
@@ -88,14 +89,15 @@ class Lowerable:
     returns: tuple[int, ...] | None = None
     received: tuple[Crossing, ...] = ()
     sent: tuple[Crossing, ...] = ()
+    tail: Tail | None = None
 
 
 @dataclass(frozen=True)
 class Local:
     """The program of one rank, or of one stage of it. Graph placeholders: parameters, buffers, constants, inputs,
     hoisted, received, microbatch, and the key of the step (`random_key`), which the prologue takes too. ``outputs``:
-    those that it makes, what it sends behind them. ``recompute``, ``returns``, ``received``, ``sent``: as `Lowerable`
-    has them."""
+    those that it makes, what it sends behind them. ``recompute``, ``returns``, ``received``, ``sent``, ``tail``: as
+    `Lowerable` has them."""
 
     mesh: Mesh
     coordinates: tuple[int, ...]
@@ -112,6 +114,7 @@ class Local:
     returns: tuple[int, ...] | None = None
     received: tuple[Crossing, ...] = ()
     sent: tuple[Crossing, ...] = ()
+    tail: Tail | None = None
 
     @property
     def has_loss(self) -> bool:
@@ -122,7 +125,16 @@ class Local:
     def roots(self) -> tuple[int, ...]:
         """The outputs of the body to which a gradient comes."""
         sent = (len(self.outputs) + i for i, crossing in enumerate(self.sent) if crossing.grad)
-        return (*((0,) if self.has_loss else ()), *sent)
+        return (*((0,) if self.has_loss else ()), *(i for i, grad in self.tailed if grad), *sent)
+
+    @property
+    def tailed(self) -> list[tuple[int, bool]]:
+        """Of each input of the tail its place among the outputs, and whether a gradient of it comes back."""
+        if self.tail is None:
+            return []
+        assert self.returns is not None
+        ids = self.tail.ids[len(self.tail.kept) :]
+        return [(self.returns.index(i), v.grad) for i, v in zip(ids, self.tail.inputs, strict=True)]
 
     @cached_property
     def units(self) -> Mapping[int, UnitProgram]:
@@ -192,6 +204,7 @@ def lower(
         returns=model.returns,
         received=model.received,
         sent=model.sent,
+        tail=model.tail,
     )
 
 
@@ -214,6 +227,13 @@ def output_uses(model: Lowerable) -> tuple[OutputUse, ...]:
         )
         for i, n in zip(returns, nodes, strict=False)  # type: ignore[call-overload]
     )
+
+
+def tail_uses(tail: Tail) -> tuple[OutputUse, ...]:
+    """The outputs that a tail makes, whole."""
+    (results,) = tail.graph.graph.output_node().args
+    vals = [n.meta["val"] for n in results]  # type: ignore[union-attr]
+    return tuple(OutputUse(tuple(v.shape), v.dtype, Layout("", (WHOLE,) * v.ndim)) for v in vals)
 
 
 def _input_use(name: str, node: fx.Node) -> InputUse:

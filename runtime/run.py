@@ -71,9 +71,10 @@ class Run:
             return self.weights.read[i]
         return i if kind == "draw" else self.given[kind][i]
 
-    def forward(self, keep: int, *, train: bool) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """(The first ``keep`` outputs, all buffer updates, what goes to other stages); ``train``: what backward needs
-        is held."""
+    def forward(
+        self, keep: Sequence[int], *, train: bool
+    ) -> tuple[dict[int, Tensor], tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """(Those outputs, all buffer updates, what goes to other stages); ``train``: what backward needs is held."""
         for number, call in enumerate(self.program.calls):
             self.weights.arrive()
             unit, args = self.units[call.kind], [self._get(ref) for ref in call.args]
@@ -88,7 +89,7 @@ class Run:
             self.values |= {call.results[place]: made[place] for place in self.about.kept[number]}
             del made
             self.weights.release()
-        outs = tuple(self._get(ref) for ref in self.program.outputs[:keep])
+        outs = {i: self._get(self.program.outputs[i]) for i in keep}
         updates = tuple(self._get(ref) for ref in self.program.updates)
         sent = tuple(self._get(ref) for ref in self.program.outputs[self.outputs :])
         self.values.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from autopar.runtime.weights import Ways, Weights, ways_of
 
 if TYPE_CHECKING:
     from autopar.passes.lower import Local, OutputUse
+    from autopar.passes.split_tail import Tail
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,11 @@ class Stages:
 
 
 def alone(local: Local, microbatches: int) -> Stages:
-    """One stage: forward and backward of each microbatch in turn."""
+    """One stage: forward and backward of each microbatch in turn; with a tail, all forwards first."""
+    forward, backward = ([(letter, 0, m) for m in range(microbatches)] for letter in "FB")
+    turns = [action for both in zip(forward, backward, strict=True) for action in both]
     return Stages(
-        [[(letter, 0, m) for m in range(microbatches) for letter in "FB"]],
+        [turns if local.tail is None else forward + backward],
         (),
         (),
         tuple((use, 0) for use in local.outputs),
@@ -66,7 +69,7 @@ class Stage:
 class StageStep:
     """One step of a stage on this rank: `runtime.pipeline.Chunk`. ``rows`` and ``pieces``: of each microbatch; ``given``:
     what all of them read (buffers, constants, the key); ``whole``: inputs of all microbatches, for the prologue;
-    ``keep``: whether outputs but the loss are kept."""
+    ``whole_batch``: how the tail is run; ``keep``: whether outputs but the loss are kept."""
 
     def __init__(
         self,
@@ -76,14 +79,18 @@ class StageStep:
         pieces: Sequence[Sequence[Tensor]],
         whole: Sequence[Tensor],
         given: Mapping[str, Sequence[Any]],
+        whole_batch: WholeBatch,
         *,
         train: bool,
         keep: bool,
     ) -> None:
         self.stage, self.local, self.weights, self.rows, self.pieces = stage, stage.local, weights, rows, pieces
-        self.train = train
-        self.keep = len(self.local.outputs) if keep else int(self.local.has_loss)
-        self.outputs: dict[int, tuple[Tensor, ...]] = {}  # by microbatch, in the order of ``local.outputs``
+        self.train, self.whole_batch = train, whole_batch
+        every = range(len(self.local.outputs))
+        tailed = [i for i, _ in self.local.tailed]
+        self.keep = every if keep else [0] * self.local.has_loss + tailed
+        self.outputs: dict[int, dict[int, Tensor]] = {}  # by microbatch, then by place in ``local.outputs``
+        self._tail: tuple[tuple[Tensor, ...], dict[int, Tensor]] | None = None
         self.updates: tuple[Tensor, ...] = ()
         self.runs: dict[int, Run] = {}
         hoisted: tuple[Tensor, ...] = ()
@@ -115,6 +122,8 @@ class StageStep:
         if part != "W":
             if self.local.has_loss:
                 run.seed(0, torch.ones_like(self.outputs[microbatch][0]), True)
+            for i, gradient in self.tail()[1].items():
+                run.seed(i, self.whole_batch.share(self.local.outputs[i], gradient, microbatch), False)
             for i, crossing in enumerate(self.local.sent):
                 if crossing.number in gradients:
                     run.seed(len(self.local.outputs) + i, gradients.pop(crossing.number), False)
@@ -125,6 +134,42 @@ class StageStep:
             return {}
         found = ((c.number, run.received(i)) for i, c in enumerate(self.local.received) if c.grad)
         return {number: gradient for number, gradient in found if gradient is not None}
+
+    def tail(self) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
+        """What the tail makes of all microbatches, and in training the gradients of what it reads, by their places in
+        ``local.outputs``; nothing where there is none. Every rank of the stage computes it whole."""
+        if self._tail is None:
+            self._tail = self._run_tail() if self.local.tail is not None else ((), {})
+        return self._tail
+
+    def _run_tail(self) -> tuple[tuple[Tensor, ...], dict[int, Tensor]]:
+        tail = self.local.tail
+        assert tail is not None and len(self.outputs) == len(self.rows), "the tail needs every microbatch"
+        whole = []
+        for i, _ in self.local.tailed:
+            pieces = [self.outputs[m].pop(i) if self.train else self.outputs[m][i] for m in range(len(self.rows))]
+            whole.append(self.whole_batch.join(self.local.outputs[i], pieces))
+        wanted = [grad and self.train for _, grad in self.local.tailed]
+        made, gradients = self.whole_batch.run_tail(tail, whole, wanted)
+        return made, {i: g for (i, _), g in zip(self.local.tailed, gradients, strict=True) if g is not None}
+
+
+class WholeBatch(Protocol):
+    """What a tail needs of the ranks of its stage."""
+
+    def join(self, use: OutputUse, pieces: list[Tensor]) -> Tensor:
+        """The global tensor of an output, from this rank's pieces of all microbatches. Collective."""
+        ...
+
+    def share(self, use: OutputUse, gradient: Tensor, microbatch: int) -> Tensor:
+        """This rank's share, of one microbatch, of the gradient of such a tensor."""
+        ...
+
+    def run_tail(
+        self, tail: Tail, whole: list[Tensor], wanted: Sequence[bool]
+    ) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
+        """The tail's results, the loss first, and the gradients of the tensors that it reads, where ``wanted``."""
+        ...
 
 
 class Nobody:
@@ -155,4 +200,4 @@ class Nobody:
         """See `runtime.pipeline.Transport`."""
 
 
-__all__ = ["Nobody", "Stage", "StageStep", "Stages", "alone"]
+__all__ = ["Nobody", "WholeBatch", "Stage", "StageStep", "Stages", "alone"]

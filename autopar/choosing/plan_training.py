@@ -15,6 +15,7 @@ from autopar.build import Prepared, choose, prepare
 from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
+from autopar.orders import forwards_first
 from autopar.passes.layout import Layout
 from autopar.pins import Pins, resolve
 from autopar.plan import Alternative, Plan
@@ -61,14 +62,16 @@ def _pipelined(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
     from autopar.choosing.pipelines import pipelined
 
     resolved = resolve(pins, cluster.ranks, captured.batch if pins.axes else None)
-    return Planned(*pipelined(pins, resolved, cluster, captured.batch, _Layouts(captured)))
+    first = forwards_first(resolved.schedule, resolved.words)
+    return Planned(*pipelined(pins, resolved, cluster, captured.batch, _Layouts(captured, first)))
 
 
 class _Layouts:
     """Layouts on the ranks of one stage, for `choosing.pipelines`."""
 
-    def __init__(self, captured: Capture) -> None:
-        self.captured, self.whole = captured, prepare(captured, 1)
+    def __init__(self, captured: Capture, forwards_first: bool) -> None:
+        self.captured, self.first = captured, forwards_first
+        self.whole = prepare(captured, 1, forwards_first=forwards_first)
 
     def plan(self, pins: Pins, part: Cluster) -> tuple[Plan, Prepared]:
         """As without stages."""
@@ -80,7 +83,7 @@ class _Layouts:
 
     def prepared(self, microbatches: int) -> Prepared:
         """The graph for so many microbatches."""
-        return self.whole if microbatches == 1 else prepare(self.captured, microbatches)
+        return self.whole if microbatches == 1 else prepare(self.captured, microbatches, forwards_first=self.first)
 
 
 def _solved(captured: Capture, pins: Pins, cluster: Cluster, **options: Any) -> Planned:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import fx
 
-from autopar.build import Prepared
+from autopar.build import Prepared, in_microbatches
 from autopar.capture import Capture
 from autopar.choosing.again import POLICIES
 from autopar.choosing.op_states import Menu
@@ -16,7 +16,6 @@ from autopar.choosing.pose import Posed, mesh_of, pose
 from autopar.choosing.wiring import Known, Wiring, first_reads, kept_sides, weights_of, wire
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
-from autopar.passes import run
 from autopar.passes.divide_work import propose_parts
 from autopar.passes.facts import value
 from autopar.passes.follow_time import TimeChoices, cut_alike, follow_axis, follow_time
@@ -24,7 +23,7 @@ from autopar.passes.keepers import keepers
 from autopar.passes.layout import Axis
 from autopar.passes.roles import Limit, Roles, limits_of
 from autopar.passes.sequence import along_sequence, sequences
-from autopar.passes.split_prologue import copy_graph, split_prologue
+from autopar.passes.split_prologue import copy_graph
 from autopar.passes.strategy import Proposal
 from autopar.passes.units import Units, core_ops, cut_units
 from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
@@ -106,9 +105,8 @@ class Poser:
 
     @cached_property
     def _split(self) -> Body:
-        gm = run(copy_graph(self._whole.prepared.body), ("hoist_normalisers",))
-        prologue, body, hoisted = split_prologue(gm)
-        return Body.of(Prepared(body, prologue, hoisted, self.captured))
+        whole = self._whole.prepared
+        return Body.of(in_microbatches(replace(whole, body=copy_graph(whole.body))))
 
     def body(self, microbatches: int) -> Body:
         """The graph of a step of one microbatch, or of several."""

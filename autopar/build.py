@@ -22,13 +22,22 @@ from autopar.errors import AutoparError
 from autopar.mixed_precision import reduced_in
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
+from autopar.passes.cut_stages import cut_stages
 from autopar.passes.divide_work import Keep, Option, Undivided, flops
 from autopar.passes.facts import KEY, Choice, Dtypes, Strategy, annotate, fact, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.loss_stays_wide import LOSS_DTYPE
-from autopar.passes.cut_stages import cut_stages
-from autopar.passes.lower import Local, Lowerable, ParameterUse, lower, output_uses, parameter_uses, tail_uses, with_changes
+from autopar.passes.lower import (
+    Local,
+    Lowerable,
+    ParameterUse,
+    lower,
+    output_uses,
+    parameter_uses,
+    tail_uses,
+    with_changes,
+)
 from autopar.passes.roles import Limit, divides_nothing, limits_of, shares_nothing
 from autopar.passes.sequence import DIVIDE, Along, along_sequence, cuts_nothing
 from autopar.passes.split_prologue import copy_graph, split_prologue
@@ -56,9 +65,7 @@ class Prepared:
     tail: Tail | None = None
 
 
-def prepare(
-    captured: Capture, microbatches: int, *, float64: bool = False, forwards_first: bool = False
-) -> Prepared:
+def prepare(captured: Capture, microbatches: int, *, float64: bool = False, forwards_first: bool = False) -> Prepared:
     """Run PREPARE on a copy of the captured graph; ``float64``: the result in that precision, node for node the same
     (casts between types included, so that a plan fits both); ``forwards_first``: all microbatches run forward before
     the first runs backward, so that a tail may be cut off."""

@@ -207,9 +207,7 @@ class Parallel(Initialised):
             if not self._held:
                 self._adopt(place(self._model[0], model.uses, ranks, model.holders))
                 self._rests = rests_of(plan)
-            program = Program(
-                model.locals(ranks), self._names("step"), ranks, constants, self._seed, model.pipeline
-            )
+            program = Program(model.locals(ranks), self._names("step"), ranks, constants, self._seed, model.pipeline)
             program.steps = self._steps
             return program
 

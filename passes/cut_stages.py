@@ -52,8 +52,8 @@ class _Cutting:
         self.nodes = list(model.body.graph.nodes)
         self.output = self.nodes[-1]
         (result,) = self.output.args
-        self.outputs: Sequence[fx.Node] = result["outputs"]  # type: ignore[index, call-overload, assignment]
-        self.buffers: Mapping[str, fx.Node] = result["buffers"]  # type: ignore[index, call-overload, assignment]
+        self.outputs: Sequence[fx.Node] = result["outputs"]
+        self.buffers: Mapping[str, fx.Node] = result["buffers"]
         tail = model.tail
         self.tailed = [] if tail is None else list(self.outputs[len(tail.kept) :])  # what the tail reads, last
         self.moved = self._moved()

@@ -73,19 +73,20 @@ def undecided(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> l
     memo: dict[Hashable, Strategy | None] = {}
     for node in gm.graph.nodes:
         if is_op(node):
-            have = tuple(layouts[n] for n in operand_nodes(node))
+            operands = operand_nodes(node)
+            have = tuple(layout for n in operands if (layout := layouts[n]) is not None)
             made: Strategy | None = None
-            if all(layout is not None for layout in have):
+            if len(have) == len(operands):
                 key = (call_key(node), have)
                 if key not in memo:
-                    memo[key] = _tried(node, have, mesh)  # type: ignore[arg-type]
+                    memo[key] = _tried(node, have, mesh)
                 made = memo[key]
                 found += [node] * (made is None)
             if is_tensor(node):
                 layouts[node] = made.results[0] if made is not None else None
             for user in node.users:
                 if is_getitem(user):
-                    layouts[user] = made.results[user.args[1]] if made is not None else None  # type: ignore[index]
+                    layouts[user] = made.results[user.args[1]] if made is not None else None
         elif node.op in ("placeholder", "get_attr") and is_tensor(node):
             start = Layout.uniform("R", 1, len(value(node).shape))
             cut = node.name in batch_inputs and node.op == "placeholder"

@@ -217,15 +217,17 @@ def parameter_uses(model: Lowerable) -> tuple[ParameterUse, ...]:
 def output_uses(model: Lowerable) -> tuple[OutputUse, ...]:
     """The outputs of a model that has its changes, without what a stage sends."""
     output = model.body.graph.output_node()
-    nodes = output.args[0]["outputs"]  # type: ignore[index, call-overload]
-    returns = range(len(nodes)) if model.returns is None else model.returns  # type: ignore[arg-type]
+    (result,) = output.args
+    assert isinstance(result, dict)
+    nodes: tuple[fx.Node, ...] = result["outputs"]
+    returns = range(len(nodes)) if model.returns is None else model.returns
     return tuple(
         OutputUse(
             value(n).shape,
             output.meta.get(LOSS_DTYPE, value(n).dtype) if i == 0 else value(n).dtype,
             produced_layout(n),
         )
-        for i, n in zip(returns, nodes, strict=False)  # type: ignore[call-overload]
+        for i, n in zip(returns, nodes, strict=False)
     )
 
 

@@ -41,7 +41,9 @@ class Tail:
         return (*self.kept, *range(first, first + len(self.inputs)))
 
 
-def split_tail(gm: fx.GraphModule, parameters: Collection[str], batch_inputs: Collection[str], batch: int) -> Tail | None:
+def split_tail(
+    gm: fx.GraphModule, parameters: Collection[str], batch_inputs: Collection[str], batch: int
+) -> Tail | None:
     """Cut the tail off ``gm``, which is left with the body; None where nothing needs the whole batch, or what does so
     reads a parameter, draws random numbers, or changes a buffer: then microbatches are impossible, and the graph is as
     it was. Needs facts on every node."""
@@ -61,14 +63,13 @@ def split_tail(gm: fx.GraphModule, parameters: Collection[str], batch_inputs: Co
         return None
     if any(n.op == "get_attr" and str(n.target) in parameters for n in read):
         return None
-    graph = fx.Graph()
-    env = {}
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in read:
         env[node] = graph.placeholder(f"whole_{len(env)}")
         env[node].meta = dict(node.meta)
     for node in order:
         env[node] = graph.node_copy(node, lambda n: env[n])
-    returns = [i for i, n in enumerate(outputs) if n in tail]  # type: ignore[arg-type, var-annotated]
+    returns = [i for i, n in enumerate(outputs) if n in tail]  # type: ignore[arg-type]
     kept = [i for i in range(len(outputs)) if i not in returns]  # type: ignore[arg-type]
     graph.output(tuple(env[outputs[i]] for i in returns))  # type: ignore[index]
     output.args = ({**result, "outputs": (*(outputs[i] for i in kept), *read)},)  # type: ignore[dict-item, index]

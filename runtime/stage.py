@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stages:
-    """What every rank knows of all stages of a pipeline. ``schedule``: by place along the pipeline what it does, in order;
-    ``crossings``: what one stage makes and others read, and as what (``crossed``); ``outputs`` of the model, and the stages that make them;
-    ``updates``: of each buffer that changes the stage that knows its new value; ``ties``: parameters that several
-    places along the pipeline hold, and which."""
+    """What every rank knows of all stages of a pipeline. ``schedule``: by place along the pipeline what it does, in
+    order; ``crossings``: what one stage makes and others read, and as what (``crossed``); ``outputs`` of the model, and
+    the stages that make them; ``updates``: of each buffer that changes the stage that knows its new value; ``ties``:
+    parameters that several places along the pipeline hold, and which."""
 
     schedule: Sequence[Sequence[Action]]
     crossings: tuple[Crossing, ...]
@@ -67,9 +67,9 @@ class Stage:
 
 
 class StageStep:
-    """One step of a stage on this rank: `runtime.pipeline.Chunk`. ``rows`` and ``pieces``: of each microbatch; ``given``:
-    what all of them read (buffers, constants, the key); ``whole``: inputs of all microbatches, for the prologue;
-    ``whole_batch``: how the tail is run; ``keep``: whether outputs but the loss are kept."""
+    """One step of a stage on this rank: `runtime.pipeline.Chunk`. ``rows`` and ``pieces``: of each microbatch;
+    ``given``: what all of them read (buffers, constants, the key); ``whole``: inputs of all microbatches, for the
+    prologue; ``whole_batch``: how the tail is run; ``keep``: whether outputs but the loss are kept."""
 
     def __init__(
         self,
@@ -200,4 +200,4 @@ class Nobody:
         """See `runtime.pipeline.Transport`."""
 
 
-__all__ = ["Nobody", "WholeBatch", "Stage", "StageStep", "Stages", "alone"]
+__all__ = ["Nobody", "Stage", "StageStep", "Stages", "WholeBatch", "alone"]

@@ -27,8 +27,7 @@ from autopar.passes.facts import KEY, fact
 from autopar.passes.insert_changes import produced_layout
 from autopar.passes.lower import Local, Lowerable, lower, with_changes
 from autopar.pins import Pins, resolve
-from autopar.runtime import collectives, ops, units
-from autopar.runtime import stage
+from autopar.runtime import collectives, ops, stage, units
 from autopar.runtime.buckets import Bucket, Flight
 from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key

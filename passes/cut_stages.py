@@ -28,9 +28,9 @@ from autopar.runtime.pipeline import Crossing
 
 @dataclass(frozen=True)
 class Cut:
-    """``models``: of each stage; ``crossed``: each crossing's value, and how its ranks hold it; ``outputs``: the stage that makes each of the model's; ``updates``: of each buffer
-    that changes the stage that makes its new value; ``holders``: of each parameter the stages that read it;
-    ``reached``: the parameters to which a gradient of the loss comes."""
+    """``models``: of each stage; ``crossed``: each crossing's value, and how its ranks hold it; ``outputs``: the stage
+    that makes each of the model's; ``updates``: of each buffer that changes the stage that makes its new value;
+    ``holders``: of each parameter the stages that read it; ``reached``: those to which a gradient of the loss comes."""
 
     models: tuple[Lowerable, ...]
     crossings: tuple[Crossing, ...]

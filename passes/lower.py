@@ -75,7 +75,8 @@ class Lowerable:
     body's placeholders ``hoisted`` read; ``recompute``: what each unit makes again in backward (empty: nothing).
 
     ``returns``: which of the model's outputs it makes (None: all of them), by `Tail.ids` where there is a ``tail``. Of
-    one pipeline stage (`cut_stages`) ``received`` and ``sent``: what crosses; what is sent stands behind its outputs."""
+    one pipeline stage (`cut_stages`) ``received`` and ``sent``: what crosses; what is sent stands behind its outputs.
+    """
 
     body: fx.GraphModule
     mesh: Mesh

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from autopar.errors import AutoparError
 from autopar.initialise import Initialised
 from autopar.runtime.optimizer import kind_of
+from autopar.runtime.parameters import is_here
 from autopar.weights import some
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None
@@ -125,7 +126,7 @@ def _optimizer_state(model: nn.Module, optimizers: Iterable[torch.optim.Optimize
             state |= {
                 name: dict(optimizer.state[p])
                 for name, p in zip(held, group["params"], strict=True)
-                if p in optimizer.state
+                if p in optimizer.state and is_here(p)
             }
             options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
             groups.append({**options, "params": held})
@@ -238,8 +239,9 @@ def _groups(
 def _states(
     model: nn.Module, optimizers: list[torch.optim.Optimizer], saved: Saved, metadata: Metadata
 ) -> dict[Where, Any]:
-    """Room for the saved states: tensors of a parameter's shape are placed as it is."""
-    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+    """Room for the saved states: tensors of a parameter's shape are placed as it is. None of parameters of other
+    stages."""
+    held = {id(p) for o in optimizers for group in o.param_groups for p in group["params"] if is_here(p)}
     parameters = {name: p for name, p in model.named_parameters() if id(p) in held}
     made: dict[Where, Any] = {}
     for where, key in saved.items():

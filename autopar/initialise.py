@@ -202,13 +202,14 @@ class Initialised(Placed):
         super().save_weights(folder, shard_bytes)
 
     def refuse_without_values(self, what: str) -> None:
-        """Raise AutoparError where a tensor has no value yet. Once all have, it costs nothing to ask again."""
+        """Raise AutoparError where a tensor has no value yet. Once all have, it costs nothing to ask again.
+        Collective where there is a pipeline."""
         if self._complete or not self._held:
             return
         names = self._held[0]
         if not set(lacking(names)) & names.state_dict().keys():
             self._compute_buffers(what)
-        left = lacking(names)
+        left = lacking(names, self._ranks)
         if left:
             raise AutoparError(
                 f"{what}: {some(left)} {'has' if len(left) == 1 else 'have'} no value yet (the model was built on the "

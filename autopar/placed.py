@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.errors import AutoparError
 from autopar.runtime.optimizer import by_name, local_optimizer
-from autopar.runtime.parameters import local
+from autopar.runtime.parameters import is_here, local
 from autopar.save_weights import SHARD, save_weights
 
 
@@ -113,4 +113,6 @@ def _placed_as(own: object, value: Any) -> Any:
     """A full tensor as the piece of it that a parameter holds here; anything else as it is."""
     if not isinstance(own, DTensor) or isinstance(value, DTensor) or own.shape != getattr(value, "shape", None):
         return value
+    if not is_here(own):
+        return own
     return distribute_tensor(value.detach().to(own.device), own.device_mesh, own.placements, src_data_rank=None)

@@ -35,7 +35,7 @@ def save_weights(model: nn.Module, folder: str | os.PathLike[str], shard_bytes: 
     state = {name: t for name, t in model.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     first: dict[int, str] = {}
     aliases = {name: first[id(t)] for name, t in state.items() if first.setdefault(id(t), name) != name}
-    named = {name: t.detach() for name, t in state.items() if name not in aliases}
+    named = {name: t for name, t in state.items() if name not in aliases}
     for name, tensor in named.items():
         if tensor.dtype not in WORDS:
             raise AutoparError(f"save_weights: {name} is {tensor.dtype}, which safetensors has not. Cast it.")

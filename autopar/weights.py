@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_state
 
 from autopar.errors import AutoparError
-from autopar.runtime.parameters import local, runs_of
+from autopar.runtime.parameters import is_here, local, runs_of
 from autopar.runtime.runs import CHUNK, Runs
 
 DTYPES = {
@@ -146,6 +146,7 @@ class Safetensors:
 
     def read(self, into: Mapping[str, Tensor]) -> None:
         """File by file, some megabytes at a time."""
+        into = {key: tensor for key, tensor in into.items() if is_here(tensor)}
         for file in dict.fromkeys(self.homes[key] for key in into):
             with _open(file) as opened:
                 for key, tensor in into.items():

@@ -24,11 +24,11 @@ def check_finite(tensors: nn.Module, ranks: Ranks, loss: Tensor, step: int) -> N
     ``step``: the number to name, from 1. Of several gradients the one nearest the loss is named: those before it may
     have it from there.
     """
-    named = [(name, local(p.grad)) for name, p in tensors.named_parameters() if p.grad is not None]
-    held = [(name, piece) for name, piece in named if piece.numel()]
+    named = list(tensors.named_parameters())  # the same on all ranks, whatever the stage
+    held = [(place, local(p.grad)) for place, (_, p) in enumerate(named) if p.grad is not None]
+    held = [(place, piece) for place, piece in held if piece.numel()]
     wrong = _wrong([piece for _, piece in held])
-    names = [name for name, _ in named]
-    last = max((names.index(held[i][0]) for i in wrong), default=-1)
+    last = max((held[i][0] for i in wrong), default=-1)
     every = ranks.gather_numbers([int(loss.isfinite().all()), last, len(wrong)])
     if not all(finite for finite, _, _ in every):
         raise NonfiniteError(
@@ -40,8 +40,8 @@ def check_finite(tensors: nn.Module, ranks: Ranks, loss: Tensor, step: int) -> N
     if place >= 0:
         more = f" (and of {count - 1} more)" if count > 1 else ""
         raise NonfiniteError(
-            f"step {step}: the gradient of {names[place]}{more} is nan or inf on {replace(ranks, rank=rank)}, the loss "
-            f"is {loss.item():g}, parameters are as before. Look at what has no gradient there (sqrt or log of 0)."
+            f"step {step}: the gradient of {named[place][0]}{more} is nan or inf on {replace(ranks, rank=rank)}, the "
+            f"loss is {loss.item():g}, parameters are as before. Look at what has no gradient there (sqrt or log of 0)."
         )
 
 

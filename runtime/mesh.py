@@ -230,6 +230,16 @@ def _missing(ranks: Ranks, step: int) -> str:
     return ", ".join(behind) or "every rank has begun it, one stopped inside"
 
 
+def everyone(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The group of all ranks of a device mesh, of which this is one; where there is none yet, collective over them."""
+    ids = tuple(sorted(mesh.mesh.flatten().tolist()))
+    default = dist.group.WORLD
+    assert default is not None
+    if len(ids) == dist.get_world_size():
+        return default
+    return _group(ids, next((timeout for of, _, timeout in _groups if of is default), TIMEOUT))
+
+
 def _same_but(a: tuple[int, ...], b: tuple[int, ...], axis: int) -> bool:
     return a[:axis] == b[:axis] and a[axis + 1 :] == b[axis + 1 :]
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autopar.errors import AutoparError
+from autopar.runtime.parameters import is_here
 from autopar.runtime.whole import room_for, whole
 
 Way = Literal["pieces", "whole"]
@@ -33,8 +34,9 @@ def local_optimizer(kind: type[torch.optim.Optimizer], params: Groups, **options
 
     ``params``: as for ``kind``: parameters, ``named_parameters()``, or groups of them; DTensors or plain. The state is
     one of DTensors placed as their parameters, so ``state_dict``, `torch.distributed.checkpoint` and schedulers see
-    what they would see of ``kind``. Where the whole tensor counts the step is collective, and holds one tensor at a
-    time; what it keeps beside tensors of the parameter's shape every rank has whole.
+    what they would see of ``kind``. Where the whole tensor counts the step is collective, in a pipeline over the ranks
+    of each stage, and holds one tensor at a time; what it keeps beside tensors of the parameter's shape every rank has
+    whole.
 
     Raises AutoparError where the step of ``kind`` mixes tensors or draws random numbers.
 
@@ -168,8 +170,9 @@ class _OnPieces(_OnPlain):
     def _update(self, step: Callable[[], Any]) -> None:
         groups, plain = [], list[tuple[Tensor, Tensor]]()
         for group in self.param_groups:
-            own = [_leaf(_piece(p), p.grad) for p in group["params"]]
-            plain += zip(group["params"], own, strict=True)
+            held = [p for p in group["params"] if is_here(p)]
+            own = [_leaf(_piece(p), p.grad) for p in held]
+            plain += zip(held, own, strict=True)
             groups.append({**group, "params": own})
         outer = self.state
         state = {leaf: {k: _piece(v) for k, v in outer[p].items()} for p, leaf in plain if p in outer}
@@ -191,7 +194,7 @@ class _OnWhole(_OnPlain):
 
     def _update(self, step: Callable[[], Any]) -> None:
         states = (v for state in self.state.values() for v in state.values() if isinstance(v, DTensor))
-        room = room_for([*(p for group in self.param_groups for p in group["params"]), *states])
+        room = room_for([*(p for group in self.param_groups for p in group["params"] if is_here(p)), *states])
         for group in self.param_groups:
             before = {k: v for k, v in group.items() if k != "params"}
             for p in group["params"]:

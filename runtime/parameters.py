@@ -17,14 +17,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from autopar.errors import AutoparError
 from autopar.passes.layout import Layout, Mesh
 from autopar.runtime.deferred import Value, recall
 from autopar.runtime.mesh import Ranks, nesting, placements
-from autopar.runtime.replay import Target, replay
+from autopar.runtime.replay import Target, refuse_unwritten, replay
 from autopar.runtime.runs import Region, Runs, chunks, put_chunk, take, whole_runs
+from autopar.runtime.stage_tensors import Elsewhere
 
 if TYPE_CHECKING:
     from autopar.passes.lower import ParameterUse
@@ -37,15 +39,19 @@ class Names(nn.Module):
 
 
 def place(
-    model: nn.Module, uses: Iterable[ParameterUse], ranks: Ranks, stages: Mapping[str, Sequence[int]] = MappingProxyType({})
+    model: nn.Module,
+    uses: Iterable[ParameterUse],
+    ranks: Ranks,
+    stages: Mapping[str, Sequence[int]] = MappingProxyType({}),
 ) -> Names:
     """A tree of `Names` with the model's parameters as DTensors and its buffers as plain tensors.
 
     Collective. Names, their order, ties, ``requires_grad`` and non-persistent buffers stay as they are. A parameter in
-    no ``uses`` rests whole on every rank. ``stages``: the places along a pipeline where each parameter is held (default:
-    the first); elsewhere it is a DTensor on the ranks of the first of them, of which this rank has nothing. Values are rank 0's, sent some megabytes at a time, wherever the model of
-    the other ranks is. Where rank 0's is on the meta device, every rank computes its own pieces of what
-    `autopar.deferred_init` recorded; where nothing is recorded, tensors have no values yet, and `lacking` names them.
+    no ``uses`` rests whole on every rank. ``stages``: the places along a pipeline where each parameter is held
+    (default: the first); other ranks have an `Elsewhere` on the ranks of the first of them. Values are rank 0's, sent
+    some megabytes at a time, wherever the model of the other ranks is. Where rank 0's is on the meta device, every rank
+    computes its own pieces of what `autopar.deferred_init` recorded; where nothing is recorded, tensors have no values
+    yet, and `lacking` names them.
     Raises AutoparError where ranks were given different models.
 
     Example: ``place(model, local.parameters, connect(mesh)).state_dict()`` has the keys of ``model.state_dict()``.
@@ -69,16 +75,13 @@ def place(
         here = ranks.stage in held
         runs = layout.runs(shape, ranks.mesh, ranks.coordinates)
         own = _filled(parameter, runs if here else (((0, 0),),) * len(shape), ranks, real)
-        dtensor = DTensor.from_local(
-            own if here else own.new_empty(0),
-            device_meshes[ranks.stage if here else held[0]],
-            placements(layout, order),
-            run_check=False,
-            shape=parameter.shape,
-            stride=torch.empty(shape, device="meta").stride(),
-        )
+        device_mesh, held_as = device_meshes[ranks.stage if here else held[0]], tuple(placements(layout, order))
+        meta = TensorMeta(parameter.shape, torch.empty(shape, device="meta").stride(), parameter.dtype)
+        spec = DTensorSpec(device_mesh, held_as, meta)
+        kind = DTensor if here else Elsewhere  # not from_local, which takes the shape () for none
+        dtensor = kind(own if here else own.new_empty(0), spec, requires_grad=False)  # type: ignore[no-untyped-call]
         placed[id(parameter)] = made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
-        made._autopar_home = device_meshes[held[0]]  # type: ignore[attr-defined]  # of several stages the one that counts
+        made._autopar_home = device_meshes[held[0]]  # type: ignore[attr-defined]
     for buffer in model.buffers():
         placed[id(buffer)] = _filled(buffer, whole_runs(buffer.shape), ranks, real)
     names = _mirror(model, placed, {})
@@ -93,26 +96,30 @@ def compute(names: nn.Module, values: Mapping[str, Value]) -> dict[str, str]:
     """Give tensors that `place` made the values that were recorded for them, each rank its own pieces; by name.
 
     Returns what had to be made whole for a while, with the op that needs it. Not collective. Raises AutoparError for a
-    tensor that nothing wrote, and then writes none of its recording.
+    tensor that nothing wrote, on whichever rank it is, and then writes none of its recording.
     """
     targets: dict[int, list[Target]] = {}
+    others: dict[int, list[Target]] = {}  # of other stages: all ranks refuse alike
     tensors = _named(names)
     for name, value in values.items():
         into = tensors[name]
-        if not is_here(into):
-            continue
         target = Target(name, value.place, runs_of(into), local(into).detach())
-        targets.setdefault(id(value.recording), []).append(target)
+        (targets if is_here(into) else others).setdefault(id(value.recording), []).append(target)
+    for absent in others.values():
+        refuse_unwritten(values[absent[0].name].recording, absent)
     made_whole: dict[str, str] = {}
     for own in targets.values():
         made_whole |= replay(values[own[0].name].recording, own)
     return made_whole
 
 
-def lacking(names: nn.Module) -> list[str]:
-    """The names of tensors that `place` made without values and that nothing has written since."""
+def lacking(names: nn.Module, ranks: Ranks | None = None) -> list[str]:
+    """The names of tensors that `place` made without values and that nothing has written since: here, or of a pipeline
+    with ``ranks`` on any of its stages, and then collective."""
     tensors = {**dict(names.named_parameters()), **dict(names.named_buffers())}
-    return [name for name, tensor in tensors.items() if _is_empty(tensor)]
+    empty = [int(_is_empty(tensor)) for tensor in tensors.values()]
+    every = [empty] if ranks is None or ranks.stages == 1 else ranks.gather_numbers(empty)
+    return [name for name, found in zip(tensors, zip(*every, strict=True), strict=True) if any(found)]
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from autopar.runtime.pipeline import Action, Pipeline, Spec, Transport
 from autopar.runtime.run import Units, units_of
 from autopar.runtime.runs import take
 from autopar.runtime.stage import Nobody, Stage, Stages, StageStep, alone
+from autopar.runtime.stage_tensors import Gradient
 from autopar.runtime.transport import TorchTransport
 from autopar.runtime.units import Fallback
 from autopar.runtime.weights import Weights
@@ -224,7 +225,8 @@ class Program:
                 assert isinstance(old, DTensor) and old.placements == parameter.placements, f"{fqn}.grad"
                 local(old).add_(gradient)
             else:  # what from_local does, without finding out again what the parameter's own description says
-                parameter.grad = DTensor(gradient, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+                kind = Gradient if self.ranks.stages > 1 else DTensor
+                parameter.grad = kind(gradient, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
     def _tie(self, gradients: dict[str, Tensor]) -> None:
         """Sum the gradients of copies that several stages hold: in the order of the stages, so that all have the same

@@ -102,6 +102,11 @@ def replay(recording: Recording, targets: Sequence[Target]) -> dict[str, str]:
     return _Replay(recording, targets).run()
 
 
+def refuse_unwritten(recording: Recording, targets: Sequence[Target]) -> None:
+    """Raise AutoparError where one of the targets, whole, depends on memory that nothing wrote; computes nothing."""
+    _Replay(recording, [replace(t, runs=whole_runs(t.place.size)) for t in targets])
+
+
 def value_of(recording: Recording, place: Place) -> Tensor:
     """The whole value of what lies at ``place``, contiguous."""
     into = torch.empty(place.size, dtype=place.dtype)

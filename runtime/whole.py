@@ -13,27 +13,26 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
-from autopar.runtime.mesh import Ranks
+from autopar.runtime.mesh import Ranks, everyone
 from autopar.runtime.parameters import home, is_here, local
 
 
 def whole(tensor: Tensor, room: Tensor) -> Tensor:
-    """The whole tensor on every rank; one that no rank has in pieces is the tensor itself. Pieces come in ``room``, of
-    `room_for`. Collective."""
+    """The whole tensor on every rank of its device mesh, collective over these; one that no rank has in pieces is the
+    tensor itself. Pieces come in ``room``, of `room_for`."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not any(held.is_shard() for held in tensor.placements):
         return tensor._local_tensor
-    if tensor.device_mesh.size() != dist.get_world_size():
-        return tensor.full_tensor()
-    own, rank = tensor._local_tensor.detach().contiguous(), dist.get_rank()
+    own, rank, group = tensor._local_tensor.detach().contiguous(), dist.get_rank(), everyone(tensor.device_mesh)
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=own.device)
-    for holder, shape, index in pieces(tensor):
+    for holder, shape, index in pieces(tensor, tensor.device_mesh):
         piece = own if rank == holder else _in(room, shape, tensor.dtype)
-        dist.broadcast(piece, src=holder)
+        dist.broadcast(piece, src=holder, group=group)
         full[index] = piece
     return full
 
@@ -57,9 +56,10 @@ def everywhere(parameter: Tensor, value: Tensor | None, ranks: Ranks) -> Tensor 
 
 
 def on_rank_0(tensor: Tensor, room: Tensor) -> Tensor | None:
-    """The whole tensor on rank 0, None elsewhere; pieces come in ``room``, of `room_for`. Collective."""
+    """The whole tensor on rank 0, None elsewhere; pieces come in ``room``, of `room_for`. Collective. Give a parameter
+    itself: what is detached of one that several stages hold has lost its `home`."""
     if not isinstance(tensor, DTensor):
-        return tensor
+        return tensor.detach()
     own, rank = tensor._local_tensor.detach().contiguous(), dist.get_rank()
     full = torch.empty(tensor.shape, dtype=tensor.dtype, device=own.device) if rank == 0 else None
     for holder, shape, index in pieces(tensor):
@@ -73,9 +73,12 @@ def on_rank_0(tensor: Tensor, room: Tensor) -> Tensor | None:
     return full
 
 
-def pieces(tensor: DTensor) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...]]]:
-    """Every piece once: (the first rank that holds it, its shape, where it lies); the same on every rank."""
-    mesh = home(tensor)
+def pieces(tensor: DTensor, mesh: DeviceMesh | None = None) -> Iterator[tuple[int, tuple[int, ...], tuple[slice, ...]]]:
+    """Every piece once: (the first rank of ``mesh``, by default its `home`, that holds it, its shape, where it lies).
+
+    The same on every rank.
+    """
+    mesh = mesh or home(tensor)
     for at in itertools.product(*map(range, mesh.shape)):
         if any(c and not held.is_shard() for c, held in zip(at, tensor.placements, strict=True)):
             continue

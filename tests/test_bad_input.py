@@ -183,6 +183,10 @@ COMMANDS = {
         "Legal: gpipe, 1f1b, interleaved, zero_bubble",
     ),
     "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin cp=2", "pin cp=2: not supported yet"),
+    "a problem of a plan with stages": (
+        f"plan {MLP} --ranks 2 --pin pp=2 --problem p.npz",
+        "--problem p.npz: nothing is proved of a plan with stages. Leave it out.",
+    ),
     "a sequence over no axis": (f"verify {MLP} --ranks 2 --pin sp=true", "pin sp=true: needs tensor ranks"),
     "more ranks along the sequence than there are": (
         f"verify {MLP} --ranks 2 --pin tp=2 --pin sp=2",

@@ -93,6 +93,14 @@ def test_full_recomputation_keeps_the_borders_of_units():
     assert none.most["saved"] > 15 * border
 
 
+def test_the_peaks_of_a_pipeline_are_about_those_of_real_ranks(pool):
+    """Stages hold as many microbatches as their schedule has in flight; predicted is a little more than there is."""
+    model, args = llama()
+    plan = autopar.compile(model, Cluster.local(2), args=args, pins={"pp": 2, "microbatches": 4}).plan
+    for stage, real in zip(plan.predicted.stages, pool.run(held, llama, plan), strict=True):
+        assert -0.02 < stage.peak_bytes / real.peak - 1 < 0.15
+
+
 def test_memory_does_not_grow(pool):
     model = partial(mlp.make, width=32)
     found = pool.run(growth, model)

@@ -38,6 +38,8 @@ from autopar.runtime.weights import Weights
 if TYPE_CHECKING:
     from autopar.passes.lower import InputUse, Local, OutputUse
 
+UNREACHED = "step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode."
+
 
 class Program:
     """Executes a lowered step on this rank. All ranks call the same methods in the same order.
@@ -128,6 +130,8 @@ class Program:
         (checked on the first step), and where another rank does not answer.
         """
         settle()
+        if self.ranks.stages > 1 and not any(parameter.requires_grad for parameter in self.tensors.parameters()):
+            raise AutoparError(UNREACHED)
         with naming(self.ranks, self.steps + 1):
             steps = self._run(self._batch(inputs, inputs_are), train=True, keep=outputs)
             self._deliver(steps)
@@ -174,7 +178,7 @@ class Program:
             steps.append(StageStep(stage, weights, self.rows, batch.pieces, batch.whole, given, train=train, keep=keep))
         reached = any(step.weights.wanted[i] for step in steps for i in step.stage.ways.reached)
         if train and len(self.pipeline.schedule) == 1 and not reached:
-            raise AutoparError("step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode.")
+            raise AutoparError(UNREACHED)
         self._execute(steps, train=train)
         return steps
 

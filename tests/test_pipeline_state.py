@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,6 +49,17 @@ class Net(nn.Module):
         x = x + self.dropout(self.first(x)) * self.gain
         x = x + self.last(x) * self.scale
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+
+
+class Unwritten(Net):
+    """A parameter of the last stage is never written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(WIDTH, dtype=torch.double))
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return super().forward(ids, labels) + self.bias.sum()
 
 
 def net(seed: int = 0) -> Net:
@@ -182,7 +194,7 @@ def refused(rank: int, parallel: Parallel) -> Tensor:
     loss = parallel.step(*batch(0))
     torch.optim.Muon([p for p in parallel.parameters() if p.ndim == 2], lr=0.1).step()
     for foreach in (None, True, False):
-        with pytest.raises(AutoparError, match="^norm of a gradient: of a pipeline .* Use parallel.clip_grad_norm_"):
+        with pytest.raises(AutoparError, match="^norm: in a pipeline .* Use parallel.clip_grad_norm_"):
             nn.utils.clip_grad_norm_(parallel.parameters(), 1.0, foreach=foreach)
     named = dict(parallel.named_parameters())
     for name, p in named.items():
@@ -236,7 +248,15 @@ def weighed(rank: int, folder: str) -> None:
     same(values(other)["last.0.weight"], net(3).last[0].weight.detach())
     other.load_state_dict(parallel.state_dict())
     same(values(other), values(parallel))
+    copied = copy.deepcopy(other.state_dict())
     theirs(other, parallel, folder)
+    other.load_state_dict(copied)
+    same(values(other), {n: t.detach() for n, t in [*net().named_parameters(), *net().named_buffers()]})
+    of_other = next(p for p in parallel.parameters() if not is_here(p))
+    with pytest.raises(AutoparError, match="^full_tensor: a parameter of shape .* is of another stage"):
+        of_other.full_tensor()
+    with pytest.raises(AutoparError, match="^bias: has no value: nothing wrote all of it"):
+        compiled(PP, autopar.deferred_init(Unwritten))
     other.load_weights(f"{folder}/plain")
     frozen(other)
 
@@ -280,6 +300,10 @@ def frozen(parallel: Parallel) -> None:
         for name, p in named.items():
             assert (p.grad is not None) == (name.startswith(train) and is_here(p)), name
             p.grad = None
+    for p in named.values():
+        p.requires_grad_(False)
+    with pytest.raises(AutoparError, match="^step: no trainable parameter reaches the loss"):
+        parallel.step(*batch(0))
 
 
 def test_weights_are_made_and_kept_by_their_stage(pools: Callable[[int], RankPool], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules exact-torch-pipelines clean
+.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules exact-pipelines exact-torch-pipelines clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
@@ -25,7 +25,7 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules exact-torch-pipelines  ## every large table
+exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules exact-pipelines exact-torch-pipelines  ## every large table
 
 # torchvision and timm stay out of .venv: torchvision's release needs a CUDA torch, and transformers imports it unasked.
 build/vision: $(READY)
@@ -76,6 +76,9 @@ exact-schedules: $(READY)  ## 2,000 random pipelines, some that deadlock: the st
 
 exact-torch-pipelines: $(READY)  ## gradients of pipelines against torch.distributed.pipelining's (at most 10 minutes)
 	$(BIN)/python tests/exact/torch_pipelining.py
+
+exact-pipelines: $(READY)  ## models x axes x schedules x memory on 2, 4 and 8 real ranks (at most 150 minutes)
+	$(BIN)/python tests/exact/pipelines.py --minutes 140
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

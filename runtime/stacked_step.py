@@ -5,20 +5,20 @@ For meshes larger than this machine, and for judging thousands of plans without 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from autopar.passes.layout import Layout, Mesh
+from autopar.passes.layout import INVARIANT, REPLICATE, Layout, Mesh
 from autopar.runtime.parameters import piece
 from autopar.runtime.runs import take
 from autopar.runtime.stacked import run_stacked
 
 if TYPE_CHECKING:
-    from autopar.passes.lower import Local, ParameterUse
+    from autopar.passes.lower import Local, OutputUse, ParameterUse
 
 
 @dataclass(frozen=True)
@@ -56,42 +56,105 @@ def stacked_step(
     the programs' inputs; ``key``: of the step (`random_key`). Invariant gradients must agree on all ranks bit for bit:
     raises AssertionError where not.
     """
-    first, mesh = programs[0], programs[0].mesh
-    groups = axis_groups(mesh)
-    rests: list[dict[str, Tensor]] = []
-    for p in programs:
-        held = {u.fqn: piece(attributes[u.fqn].detach(), u.rest, mesh, p.coordinates) for u in p.parameters}
-        rests.append({u.fqn: held[u.fqn].requires_grad_(u.trainable) for u in p.parameters})
-    entries: list[list[Tensor]] = [[] for _ in programs]
-    for use in first.parameters:
-        own = [rest[use.fqn] for rest in rests]
-        if use.fqn in first.enter:
-            own = run_stacked([p.enter[use.fqn] for p in programs], [[x] for x in own], groups)
-        for rank, x in enumerate(own):
-            entries[rank].append(x)
-    fixed = [[*entry, *(attributes[n].detach() for n in (*first.buffers, *first.constants))] for entry in entries]
-    rows = (0,) if mesh.time is None else mesh.axes[mesh.time].rows
-    pieces = [[_pieces(p, rank, m, inputs) for m in range(len(rows))] for rank, p in enumerate(programs)]
-    hoisted: list[tuple[Tensor, ...]] = [() for _ in programs]
-    if first.prologue is not None:
-        whole = [[*fixed[r], *_rejoined(p, pieces[r]), key] for r, p in enumerate(programs)]
-        made = run_stacked([p.prologue for p in programs if p.prologue is not None], whole, groups)
-        hoisted = [outputs for outputs, _ in made]
-    losses, updates = [], []
-    for m, n in enumerate(rows):
-        given = [[*fixed[r], *pieces[r][m], *hoisted[r], m, key] for r in range(len(programs))]
-        made = run_stacked([p.body[n] for p in programs], given, groups)
-        losses.append([outputs[0] for outputs, _ in made])
-        updates = [update for _, update in made]
-    total = sum((loss for per_rank in losses for loss in per_rank), torch.zeros(()))
-    assert isinstance(total, Tensor)
-    torch.autograd.backward(total)
-    loss = sum((per_rank[0] for per_rank in losses[1:]), losses[0][0])
-    assert isinstance(loss, Tensor)
-    gradients = {u.fqn: _global_gradient(u, mesh, [rest[u.fqn].grad for rest in rests]) for u in first.parameters}
-    return StackedStep(
-        loss.detach(), gradients, dict(zip(first.buffer_updates, updates[0] if updates else (), strict=True))
-    )
+    return stacked_stages([programs], attributes, inputs, key)
+
+
+def stacked_stages(
+    stages: Sequence[Sequence[Local]], attributes: Mapping[str, Tensor], inputs: Sequence[Tensor], key: int = 0
+) -> StackedStep:
+    """`stacked_step` of a pipeline: ``stages`` has the programs of each stage, in order.
+
+    No schedule is followed: of every microbatch all stages run in turn, and values go by the numbers of their crossings
+    from rank to rank, gradients back by autograd. A parameter of several stages has the sum of its gradients.
+    """
+    first = stages[0][0]
+    rows = (0,) if first.mesh.time is None else first.mesh.axes[first.mesh.time].rows
+    steps = [_Stage(programs, attributes, inputs, rows, key) for programs in stages]
+    for m in range(len(rows)):
+        crossed: dict[int, list[Tensor]] = {}  # by number: of every rank
+        for step in steps:
+            crossed |= step.forward(m, crossed)
+    loss = next(found for step in steps if (found := step.loss()) is not None)
+    gradients: dict[str, Tensor | None] = {}
+    for name, own in (pair for step in steps for pair in step.gradients()):
+        other = gradients.get(name)
+        gradients[name] = own if other is None else other if own is None else other + own
+    buffers = {name: value for step in steps for name, value in step.buffers()}
+    return StackedStep(loss.detach(), gradients, buffers)
+
+
+class _Stage:
+    """One stage of all its ranks."""
+
+    def __init__(
+        self,
+        programs: Sequence[Local],
+        attributes: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        rows: Sequence[int],
+        key: int,
+    ) -> None:
+        first = programs[0]
+        self.programs, self.rows, self.key, self.groups = programs, rows, key, axis_groups(first.mesh)
+        self.made: list[list[tuple[Tensor, ...]]] = []  # the outputs of each microbatch, of each rank
+        self.updates: tuple[Tensor, ...] = ()
+        self.rests: list[dict[str, Tensor]] = []
+        for p in programs:
+            held = {u.fqn: piece(attributes[u.fqn].detach(), u.rest, p.mesh, p.coordinates) for u in p.parameters}
+            self.rests.append({u.fqn: held[u.fqn].requires_grad_(u.trainable) for u in p.parameters})
+        entries: list[list[Tensor]] = [[] for _ in programs]
+        for use in first.parameters:
+            own = [rest[use.fqn] for rest in self.rests]
+            if use.fqn in first.enter:
+                own = run_stacked([p.enter[use.fqn] for p in programs], [[x] for x in own], self.groups)
+            for rank, x in enumerate(own):
+                entries[rank].append(x)
+        others = [attributes[n].detach() for n in (*first.buffers, *first.constants)]
+        self.fixed = [[*entry, *others] for entry in entries]
+        self.pieces = [[_pieces(p, rank, m, inputs) for m in range(len(rows))] for rank, p in enumerate(programs)]
+        self.hoisted: list[tuple[Tensor, ...]] = [() for _ in programs]
+        if first.prologue is not None:
+            whole = [[*self.fixed[r], *_rejoined(p, self.pieces[r]), key] for r, p in enumerate(programs)]
+            made = run_stacked([p.prologue for p in programs if p.prologue is not None], whole, self.groups)
+            self.hoisted = [outputs for outputs, _ in made]
+
+    def forward(self, m: int, crossed: Mapping[int, list[Tensor]]) -> dict[int, list[Tensor]]:
+        """Run a microbatch. ``crossed``: what earlier stages made; what this one makes for later ones."""
+        first = self.programs[0]
+        given = []
+        for rank in range(len(self.programs)):
+            received = [crossed[c.number][rank] for c in first.received]
+            received = [x if c.grad else x.detach() for c, x in zip(first.received, received, strict=True)]
+            given.append([*self.fixed[rank], *self.pieces[rank][m], *self.hoisted[rank], *received, m, self.key])
+        made = run_stacked([p.body[self.rows[m]] for p in self.programs], given, self.groups)
+        self.made.append([outputs for outputs, _ in made])
+        self.updates = made[0][1]
+        ends = range(len(first.outputs), len(first.outputs) + len(first.sent))
+        return {c.number: [outputs[i] for outputs, _ in made] for i, c in zip(ends, first.sent, strict=True)}
+
+    def loss(self) -> Tensor | None:
+        """The loss, after its backward; None where another stage has it."""
+        first = self.programs[0]
+        if first.tail is not None:
+            read = [[[outputs[i] for outputs in ranks] for ranks in self.made] for i, _ in first.tailed]
+            uses = [first.outputs[i] for i, _ in first.tailed]
+            loss: Tensor = first.tail.graph(*(_whole(u, first.mesh, x) for u, x in zip(uses, read, strict=True)))[0]
+            torch.autograd.backward(loss)
+            return loss
+        if not first.has_loss:
+            return None
+        torch.autograd.backward([outputs[0] for ranks in self.made for outputs in ranks])
+        return torch.stack([ranks[0][0].detach() for ranks in self.made]).sum()
+
+    def gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        """Global gradients of its parameters, by FQN."""
+        for use in self.programs[0].parameters:
+            own = [rest[use.fqn].grad for rest in self.rests]
+            yield use.fqn, _global_gradient(use, self.programs[0].mesh, own)
+
+    def buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """New values of the buffers that it changes."""
+        return zip(self.programs[0].buffer_updates, self.updates, strict=True)
 
 
 def _pieces(program: Local, rank: int, microbatch: int, inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -118,18 +181,39 @@ def _global_gradient(use: ParameterUse, mesh: Mesh, pieces: list[Tensor | None])
     return assemble(use.rest, use.shape, mesh, [p for p in pieces if p is not None], use.fqn)
 
 
+def _whole(use: OutputUse, mesh: Mesh, pieces: Sequence[Sequence[Tensor]]) -> Tensor:
+    """The global tensor of what the ranks made, ``pieces[microbatch][rank]``, with gradients as each kind has them:
+    copies (``I``) all get the whole gradient, of ``R`` one does."""
+    full = pieces[0][0].new_zeros(use.shape)
+    for m, ranks in enumerate(pieces):
+        for rank, own in enumerate(ranks):
+            at = mesh.coordinates(rank, m)
+            copies = [a for a, c in enumerate(at) if c and use.layout.kinds[a] in (INVARIANT, REPLICATE)]
+            if any(use.layout.kinds[a] == REPLICATE or a == mesh.time for a in copies):
+                continue
+            more = own - own.detach() if copies else own  # nothing, with a gradient
+            where = _places(use.layout, use.shape, mesh, at)
+            full = full.index_put(where, more, accumulate=True) if where else full + more
+    return full
+
+
 def assemble(layout: Layout, shape: tuple[int, ...], mesh: Mesh, pieces: Sequence[Tensor], name: str) -> Tensor:
     """The global tensor that the ranks hold in ``layout`` (``S`` and ``I``); copies must agree bit for bit."""
     full = pieces[0].new_full(shape, float("nan"))
     for rank, own in enumerate(pieces):
-        index = []
-        for dim, runs in enumerate(layout.runs(shape, mesh, mesh.coordinates(rank))):
-            places = torch.cat([torch.arange(start, start + n) for start, n in runs])
-            index.append(places.reshape([-1 if d == dim else 1 for d in range(len(shape))]))
-        where = tuple(index) if index else ...
+        where = _places(layout, shape, mesh, mesh.coordinates(rank)) or ...
         there = full[where]
         assert there.shape == own.shape, f"{name}: rank {rank} holds {tuple(own.shape)}, not {tuple(there.shape)}"
         known = ~there.isnan()
         assert torch.equal(there[known], own[known]), f"{name}: rank {rank} has another value than the ranks before it"
         full[where] = own
     return full
+
+
+def _places(layout: Layout, shape: tuple[int, ...], mesh: Mesh, at: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """The indices of the piece at a place, one a dim."""
+    index = []
+    for dim, runs in enumerate(layout.runs(shape, mesh, at)):
+        places = torch.cat([torch.arange(start, start + n) for start, n in runs])
+        index.append(places.reshape([-1 if d == dim else 1 for d in range(len(shape))]))
+    return tuple(index)

@@ -9,11 +9,13 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
-from autopar.build import Prepared, apply, choose, prepare
+from autopar.build import Prepared, choose, prepare, staged
 from autopar.capture import capture, double, run_graph, to_float64
+from autopar.choosing import pipelines
 from autopar.cluster import Cluster
 from autopar.equality import FP64, Difference, Run, distances
 from autopar.evaluate import WIDER
+from autopar.orders import forwards_first
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_prologue
 from autopar.passes.counter_random import counter_random
@@ -25,7 +27,7 @@ from autopar.passes.spec import check
 from autopar.passes.split_prologue import copy_graph
 from autopar.pins import Pins, microbatch_rows, resolve
 from autopar.runtime.counter_random import random_key
-from autopar.runtime.stacked_step import stacked_step
+from autopar.runtime.stacked_step import stacked_stages
 from autopar.trees import flatten
 
 FIRST_STEP = random_key(0, 0)  # by which a `Program` draws first, where no seed is given
@@ -48,7 +50,7 @@ class StackedJudge:
         self.graph = to_float64(counter_random(copy_graph(self.captured.graph)))
         self.attributes = double(self.captured.attributes)
         self.inputs = [t.to(WIDER.get(t.dtype, t.dtype)) for t in self.captured.flatten_inputs(args, kwargs)]
-        self._prepared: dict[bool, Prepared] = {}
+        self._prepared: dict[tuple[bool, bool], Prepared] = {}
 
     def in_precision(self, param_dtype: str) -> StackedJudge:
         """Of the same model with its parameters in this dtype, captured once for each."""
@@ -56,11 +58,13 @@ class StackedJudge:
             self._others[param_dtype] = StackedJudge(self.model, *self.given, self.key, param_dtype)
         return self._others[param_dtype]
 
-    def prepared(self, microbatches: int) -> Prepared:
-        """The graph after PREPARE, made once for one microbatch and once for several."""
-        if (microbatches > 1) not in self._prepared:
-            self._prepared[microbatches > 1] = prepare(self.captured, microbatches, float64=True)
-        return self._prepared[microbatches > 1]
+    def prepared(self, microbatches: int, first: bool = False) -> Prepared:
+        """The graph after PREPARE, made once for one microbatch and once for several; ``first``: whose forwards all
+        come before the first backward."""
+        key = microbatches > 1, first and microbatches > 1
+        if key not in self._prepared:
+            self._prepared[key] = prepare(self.captured, microbatches, float64=True, forwards_first=first)
+        return self._prepared[key]
 
     @cached_property
     def reference(self) -> Run:
@@ -107,10 +111,13 @@ class StackedJudge:
         if pins.get("param_dtype") != self.captured.precision.param_dtype:
             self.in_precision(pins["param_dtype"]).pinned(**pins)
             return
-        ranks = pins.get("dp", 1) * pins.get("tp", 1) * int(pins.get("sp") or 1)
-        resolved = resolve(Pins.parse(pins), ranks, self.captured.batch)
-        prepared = self.prepared(resolved.microbatches)
-        self.assert_equal(apply(choose(prepared, resolved, Cluster.local(ranks=ranks)), prepared), f"{pins}")
+        pp, ranks = pins.get("pp", 1), pins.get("dp", 1) * pins.get("tp", 1) * int(pins.get("sp") or 1)
+        resolved = resolve(Pins.parse(pins), pp * ranks, self.captured.batch)
+        prepared = self.prepared(resolved.microbatches, forwards_first(resolved.schedule))
+        plan = choose(prepared, resolved, Cluster.local(ranks=ranks))
+        if pp > 1:
+            plan = pipelines.staged(plan, prepared, resolved, Cluster.local(ranks=pp * ranks))
+        self._assert_near(self._distances(staged(plan, prepared).models), f"{pins}")
 
     def random(self, seed: int, axes: tuple[int, ...] = (2, 2), microbatches: int = 1) -> None:
         """Layouts drawn at random for every op."""
@@ -138,16 +145,24 @@ class StackedJudge:
 
     def distances(self, lowerable: Lowerable) -> list[Difference]:
         """How far a step of all ranks is from one process, the farthest tensor first."""
-        groups, changed = {a.name: a.name for a in lowerable.mesh.axes}, with_changes(lowerable)
-        programs = [lower(changed, rank, groups) for rank in range(changed.mesh.ranks)]
-        step = stacked_step(programs, {n: t.detach() for n, t in self.attributes.items()}, self.inputs, self.key)
+        return self._distances([with_changes(lowerable)])
+
+    def _distances(self, models: Sequence[Lowerable]) -> list[Difference]:
+        """The same of stages, which have their changes."""
+        mesh = models[0].mesh
+        groups = {a.name: a.name for a in mesh.axes}
+        programs = [[lower(model, rank, groups) for rank in range(mesh.ranks)] for model in models]
+        step = stacked_stages(programs, {n: t.detach() for n, t in self.attributes.items()}, self.inputs, self.key)
         grads = {n: step.gradients.get(n) for n in self.captured.parameters}
         buffers: dict[str, Tensor] = {n: step.buffers.get(n, self.attributes[n]) for n in self.captured.buffers}
         return distances(Run(step.loss, grads, buffers, {}), self.reference, lr=1.0)
 
     def assert_equal(self, lowerable: Lowerable, what: str) -> None:
         """Within the fp64 limits."""
-        worst = self.distances(lowerable)[0]
+        self._assert_near(self.distances(lowerable), what)
+
+    def _assert_near(self, found: Sequence[Difference], what: str) -> None:
+        worst = found[0]
         assert worst.rel <= FP64.limits[worst.kind], f"{what}: {worst}"
 
 

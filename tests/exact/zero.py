@@ -32,6 +32,7 @@ from autopar.runtime.pool import RankPool
 from autopar.verify import VerifyResult, verify_many
 
 sys.path.insert(0, str(Path(__file__).parent))
+import covering as array
 import slice as table
 import zoo
 
@@ -95,28 +96,7 @@ def covering(name: str, ranks: Sequence[int], seed: int) -> list[Row]:
         factors["dropout"] = ["off"]
     if name in ONE_MICROBATCH:
         factors["microbatches"] = [1]
-    keys = list(factors)
-    left = {
-        (a, i, b, j)
-        for a, b in itertools.combinations(keys, 2)
-        for i, j in itertools.product(range(len(factors[a])), range(len(factors[b])))
-        if _legal({a: factors[a][i], b: factors[b][j]})
-    }
-    rows: list[Row] = []
-    while left:
-        a, i, b, j = min(left)
-        best: tuple[int, Row, set[Any]] = (-1, {}, set())
-        for _ in range(50):
-            at = {key: draw.randrange(len(values)) for key, values in factors.items()} | {a: i, b: j}
-            row = {key: factors[key][k] for key, k in at.items()}
-            if not _legal(row):
-                continue
-            met = {(x, at[x], y, at[y]) for x, y in itertools.combinations(keys, 2)} & left
-            best = max(best, (len(met), row, met), key=lambda found: found[0])
-        assert best[0] > 0, f"no legal row has {a}={factors[a][i]} and {b}={factors[b][j]}"
-        rows.append(best[1])
-        left -= best[2]
-    return rows
+    return array.covering(factors, _legal, draw)
 
 
 def _legal(row: Row) -> bool:

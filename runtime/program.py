@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import AutoparError
-from autopar.passes.layout import PARTIAL, SHARD, Mesh
+from autopar.passes.layout import PARTIAL, REPLICATE, SHARD, Mesh
 from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import Ranks, naming, placements
@@ -37,6 +37,7 @@ from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:
     from autopar.passes.lower import InputUse, Local, OutputUse
+    from autopar.passes.split_tail import Tail
 
 UNREACHED = "step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode."
 
@@ -168,14 +169,15 @@ class Program:
             save(self, Path(folder))
 
     def _run(self, batch: Batch, *, train: bool, keep: bool) -> list[StageStep]:
-        """What the schedule says, of all stages of this rank; without ``train`` forwards alone. ``keep``: outputs too."""
+        """What the schedule says, of all stages here; without ``train`` forwards alone; ``keep``: outputs too."""
         key, steps = [random_key(self.seed, self.steps)], list[StageStep]()
         for chunk, stage in enumerate(self.stages):
             buffers = [self.tensors.get_buffer(name) for name in stage.local.buffers]
             letters = [letter for letter, c, _ in self.actions if c == chunk and (train or letter == "F")]
             weights = self._weights(stage, letters, train=train)
-            given = {"buffer": buffers, "key": key}
-            steps.append(StageStep(stage, weights, self.rows, batch.pieces, batch.whole, given, train=train, keep=keep))
+            given: dict[str, Sequence[Any]] = {"buffer": buffers, "key": key}
+            mine = StageStep(stage, weights, self.rows, batch.pieces, batch.whole, given, self, train=train, keep=keep)
+            steps.append(mine)
         reached = any(step.weights.wanted[i] for step in steps for i in step.stage.ways.reached)
         if train and len(self.pipeline.schedule) == 1 and not reached:
             raise AutoparError(UNREACHED)
@@ -275,11 +277,14 @@ class Program:
 
     def _loss(self, steps: Sequence[StageStep]) -> Tensor:
         use, stage = self.pipeline.outputs[0]
-        made = next((step.outputs for step in steps if step.stage.number == stage), None)
-        if made is None:
+        own = next((step for step in steps if step.stage.number == stage), None)
+        if own is None:
             loss = torch.empty(use.shape, dtype=use.dtype, device=self.ranks.device)
+        elif own.local.tail is not None:
+            loss = own.tail()[0][0].to(use.dtype)
         else:
-            loss = sum((made[m][0] for m in range(1, len(self.rows))), made[0][0]).to(use.dtype).contiguous()
+            made = [own.outputs[m][0] for m in range(len(self.rows))]
+            loss = sum(made[1:], made[0]).to(use.dtype).contiguous()
         self._from(stage, loss)
         return loss
 
@@ -376,14 +381,16 @@ class Program:
             step = next((step for step in steps if step.stage.number == stage), None)
             if step is None:
                 whole = torch.empty(use.shape, dtype=use.dtype, device=self.ranks.device)
+            elif step.local.tail is not None and i in step.local.tail.returns:
+                whole = step.tail()[0][step.local.tail.returns.index(i)].to(use.dtype).contiguous()
             else:
                 place = i if step.local.returns is None else step.local.returns.index(i)
-                whole = self._global(use, [step.outputs[m][place] for m in range(len(self.rows))]).contiguous()
+                whole = self.join(use, [step.outputs[m][place] for m in range(len(self.rows))]).contiguous()
             self._from(stage, whole)
             found.append(whole)
         return found
 
-    def _global(self, use: OutputUse, pieces: list[Tensor]) -> Tensor:
+    def join(self, use: OutputUse, pieces: list[Tensor]) -> Tensor:
         """The global tensor of one output from the pieces that this rank made of it, one a microbatch."""
         time = self.mesh.time
         if time is not None and use.layout.kinds[time] == PARTIAL:
@@ -405,6 +412,28 @@ class Program:
                     coordinates[axis] = place
                 _put(full, use.layout.runs(use.shape, self.mesh, tuple(coordinates)), gathered[places])
         return full.to(use.dtype)
+
+    def share(self, use: OutputUse, gradient: Tensor, microbatch: int) -> Tensor:
+        """This rank's share of the gradient of a global tensor that it made a piece of: where several hold the same and
+        their gradients will be added, one has all of it."""
+        at = self.mesh.coordinates(self.ranks.place, microbatch)
+        own = take(gradient, use.layout.runs(use.shape, self.mesh, at))
+        others = any(kind == REPLICATE and c for kind, c in zip(use.layout.kinds, at, strict=True))
+        return torch.zeros_like(own) if others else own.contiguous()
+
+    def run_tail(
+        self, tail: Tail, whole: list[Tensor], wanted: Sequence[bool]
+    ) -> tuple[tuple[Tensor, ...], Sequence[Tensor | None]]:
+        """A tail on whole tensors, the same on every rank of its stage: its results, and gradients where ``wanted``."""
+        leaves = [t.requires_grad_() if wants else t for t, wants in zip(whole, wanted, strict=True)]
+        with torch.set_grad_enabled(any(wanted)):
+            made: tuple[Tensor, ...] = tail.graph(*leaves)
+        found: list[Tensor | None] = [None] * len(whole)
+        if made[0].requires_grad:
+            read = [i for i, wants in enumerate(wanted) if wants]
+            for i, gradient in zip(read, torch.autograd.grad(made[0], [leaves[i] for i in read], allow_unused=True)):
+                found[i] = gradient
+        return tuple(t.detach() for t in made), found
 
     def _stack(self, tensor: Tensor, axis: int) -> Tensor:
         """Equal pieces of the ranks of one axis, stacked along a new first dim."""

@@ -50,10 +50,10 @@ class UNet(nn.Module):
         return F.mse_loss(self.out(x), target)
 
 
-def unet(chance: float = 0.0, rows: int = ROWS) -> Built:
+def unet(chance: float = 0.0, rows: int = ROWS, scales: int = 3) -> Built:
     """Small, from seed 0. ``chance``: to drop."""
     torch.manual_seed(0)
-    return UNet(chance=chance), (torch.randn(rows, 3, 8, 8), torch.randn(rows, 3, 8, 8)), {}
+    return UNet(scales=scales, chance=chance), (torch.randn(rows, 3, 8, 8), torch.randn(rows, 3, 8, 8)), {}
 
 
 class Tied(nn.Module):

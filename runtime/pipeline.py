@@ -156,6 +156,8 @@ class Pipeline:
                 self._read.setdefault(stage, []).append(crossing)
         self._readers = {c.number: sum(t % self.ranks == self.rank for t in c.targets) for c in self.crossings}
         self._ways = self._messages()
+        self._needed = {action: self.needed(action) for action in self.actions}
+        self._sent = {action: self.sent(self.rank, action) for action in self.actions}
         weighs = {chunk: i for i, (letter, chunk, _) in enumerate(self.actions) if letter in "BW"}
         self._last = set(weighs.values())
         self._started = False
@@ -270,7 +272,7 @@ class _Step:
         actions = self.pipeline.actions
         for i, action in enumerate(actions):
             for ahead in actions[i : i + 2]:
-                self.post(self.pipeline.needed(ahead))
+                self.post(self.pipeline._needed[ahead])
             if action[0] == "F":
                 self.forward(action)
             else:
@@ -281,7 +283,7 @@ class _Step:
     def forward(self, action: Action) -> None:
         pipeline, (_, chunk, m) = self.pipeline, action
         stage = pipeline.stage(chunk)
-        for message in pipeline.needed(action):
+        for message in pipeline._needed[action]:
             if (message.number, m) not in self.values:
                 self.keep(message.number, m, self.posted.pop(message).wait())
         reads = pipeline._read.get(stage, ())
@@ -290,7 +292,7 @@ class _Step:
             self.check(made, crossing.number, m, f"the forward of stage {stage}")
             if pipeline._readers[crossing.number]:
                 self.keep(crossing.number, m, made[crossing.number])
-        for message in pipeline.sent(pipeline.rank, action):
+        for message in pipeline._sent[action]:
             self.transport.send(message, made[message.number])
 
     def backward(self, action: Action, *, last: bool) -> None:

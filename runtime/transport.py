@@ -1,9 +1,10 @@
 """A pipeline's messages over torch.distributed, in which no wait is without end.
 
 Each way from one rank to another has a process group of its own, of the two: NCCL runs what one group is given in
-order, so that sends both ways in one would wait for each other. On gloo a thread for each way waits, as there only a
-wait finds out that something is done, and cannot be broken off; the rank itself looks up meanwhile whether another has
-failed. Who fails first is noted in the store, and that line ends all ranks.
+order, so that sends both ways in one would wait for each other. On gloo only a wait finds out that something is done.
+There the rank itself waits for what it needs; a thread looks up meanwhile whether another rank has failed or the time
+is over, and then breaks the wait off; one more lets go of what has been sent. Who fails first is noted in the store,
+and that line ends all ranks.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,34 +26,59 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from autopar.runtime.mesh import RankError, Ranks
-from autopar.runtime.pipeline import Edge, Message, Spec
+from autopar.runtime.pipeline import Edge, Message, Pending, Spec
 
-FOREVER = timedelta(days=1)  # for threads: their rank looks at the clock
+FOREVER, AT_ONCE = timedelta(days=1), timedelta(milliseconds=1)
 PATIENCE = 1.0  # seconds of a wait that are nothing special; then the rank says every so often for whom it waits
+LOOK = 0.25  # seconds between two looks at a wait
+REAP = 0.005  # seconds for which sends are left alone: most are done then, and the rank is hardly woken
 TAGS = 1 << 30
 
 _transports = itertools.count()  # all ranks make them in the same order, so the number is the same on all
 _links: dict[tuple[dist.ProcessGroup | None, int, int, timedelta], Link] = {}
 
 
-@dataclass
+@dataclass(eq=False)
 class Job:
-    """A send or receive under way. ``error``: why it ended in vain."""
+    """A send or receive under way. ``work``: its dist.Work; ``begun``: when the wait for it began; ``error``: why it
+    ended in vain."""
 
-    work: Any  # a dist.Work
-    tensor: Tensor | None
-    done: threading.Event = field(default_factory=threading.Event)
+    transport: TorchTransport
+    message: Message
+    link: Link
+    tensor: Tensor
+    work: Any
+    begun: float = 0.0
     error: str = ""
 
-    def wait(self, sends: bool) -> None:
-        """Until it is done, however long. A send lets its tensor go."""
+    def wait(self) -> Tensor:
+        """See `autopar.runtime.pipeline.Pending`."""
+        self.transport._finish(self)
+        return self.tensor
+
+    def run(self) -> None:
+        """Until it is done, however long."""
         try:
             self.work.wait(FOREVER)
         except RuntimeError as error:
-            self.error = str(error).rpartition("] ")[2].partition(". ")[0][:200] or "no reason is given"
-        if sends:
-            self.work = self.tensor = None
-        self.done.set()
+            self.error = _reason(error)
+
+    def break_off(self, lasts: Callable[[], bool]) -> None:
+        """End a wait of another thread: one whose time is over closes the connection, and so ends all waits on it."""
+        while lasts():
+            with suppress(RuntimeError):
+                self.work.wait(AT_ONCE)
+
+
+@dataclass(frozen=True)
+class Here:
+    """A receive of no elements, which is there at once."""
+
+    tensor: Tensor
+
+    def wait(self) -> Tensor:
+        """See `autopar.runtime.pipeline.Pending`."""
+        return self.tensor
 
 
 class Link:
@@ -66,29 +92,131 @@ class Link:
         self.sends = dist.get_rank() == source
         self.peer = target if self.sends else source
         self.tags = itertools.count()
-        self.jobs: SimpleQueue[Job] | None = None
         place = 0 if self.sends else 1
         if device.type == "cpu":
             self.group: Any = dist.ProcessGroupGloo(store, place, 2, timeout)
-            self.jobs = SimpleQueue()
-            threading.Thread(target=self._wait, name=f"pipeline {source}-{target}", daemon=True).start()
         else:
             options = dist.ProcessGroupNCCL.Options()
             options._timeout = timeout
             self.group = dist.ProcessGroupNCCL(store, place, 2, options)
 
-    def start(self, tensor: Tensor) -> Job:
+    def start(self, tensor: Tensor) -> Any:
         """Send the tensor, or receive into it. It is contiguous; it travels as bytes, as not every dtype does."""
         raw, tag = tensor.detach().reshape(-1).view(torch.uint8), next(self.tags) % TAGS
-        job = Job(self.group.send([raw], 1, tag) if self.sends else self.group.recv([raw], 0, tag), tensor)
-        if self.jobs is not None:
-            self.jobs.put(job)
-        return job
+        return self.group.send([raw], 1, tag) if self.sends else self.group.recv([raw], 0, tag)
 
-    def _wait(self) -> None:
-        assert self.jobs is not None
+
+class Thread:
+    """A thread for this process that sleeps unless it is woken."""
+
+    def __init__(self, name: str, turn: Callable[[], bool]) -> None:
+        self.name, self.turn = name, turn  # a turn of its work; whether there may be more
+        self.awake, self.woken = False, threading.Event()
+        self.thread: threading.Thread | None = None
+
+    def wake(self) -> None:
+        """There is work, which was noted before this is called: it costs nothing where the thread is awake."""
+        if self.awake:
+            return
+        self.awake = True
+        self.woken.set()
+        if self.thread is None:
+            self.thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+            self.thread.start()
+
+    def _run(self) -> None:
         while True:
-            self.jobs.get().wait(self.sends)
+            if self.turn():
+                continue
+            self.awake = False
+            if self.turn():  # it came before it could be seen that nobody is awake
+                self.awake = True
+                continue
+            self.woken.wait()
+            self.woken.clear()
+
+
+class Watch:
+    """Looks after the wait of this process's rank."""
+
+    def __init__(self) -> None:
+        self.job: Job | None = None
+        self.seen: Job | None = None
+        self.idle = 0
+        self.thread = Thread("pipeline-watch", self.look)
+
+    def over(self, job: Job) -> None:
+        """Wait for a job."""
+        job.begun = time.monotonic()
+        self.job = job
+        self.thread.wake()
+        job.run()
+        self.job = None
+
+    def look(self) -> bool:
+        """At a wait that lasts since the last time. Whether there was one lately."""
+        job = self.job
+        if job is not None and job is self.seen and job.transport._gives_up(job):
+            job.break_off(lambda: self.job is job)
+        self.seen = job
+        self.idle = 0 if job is not None else self.idle + 1
+        time.sleep(LOOK)
+        return self.idle < PATIENCE / LOOK
+
+
+class Reaper:
+    """Lets go of what this process has sent."""
+
+    def __init__(self) -> None:
+        self.sent: deque[Job] = deque()
+        self.job: Job | None = None
+        self.lock = threading.Lock()  # held from when a job is taken until it is done
+        self.thread = Thread("pipeline-sent", self.reap)
+
+    def add(self, job: Job) -> None:
+        """A send that has begun."""
+        self.sent.append(job)
+        self.thread.wake()
+
+    def reap(self) -> bool:
+        """Wait for all sends there are. Whether there were some."""
+        if not self.sent:
+            return False
+        time.sleep(REAP)
+        while self.sent:
+            with self.lock, suppress(IndexError):
+                self.job = job = self.sent.popleft()
+                job.run()
+                if job.error:
+                    job.transport.lost.append(job)
+                self.job = None
+                del job
+        return True
+
+    def drain(self) -> None:
+        """Wait for all sends there are, as the rank itself."""
+        with suppress(IndexError):
+            while True:
+                self.sent.popleft().wait()
+        while not self.lock.acquire(timeout=LOOK):
+            if (job := self.job) is not None:
+                job.begun = job.begun or time.monotonic()
+                job.transport._gives_up(job)  # then it has been broken off
+        self.lock.release()
+
+    def forget(self) -> None:
+        """All sends there are, for good."""
+        self.sent.clear()
+        if (job := self.job) is not None:
+            job.break_off(lambda: self.job is job)
+
+
+def _reason(error: RuntimeError) -> str:
+    """What gloo says, without where it says so."""
+    return str(error).rpartition("] ")[2].partition(". ")[0][:200] or "no reason is given"
+
+
+_watch, _reaper = Watch(), Reaper()
 
 
 class TorchTransport:
@@ -104,7 +232,8 @@ class TorchTransport:
         self.rank = ranks.stage
         self.store = PrefixStore(f"pipeline/{next(_transports)}", ranks.store)
         self.links: dict[Edge, Link] = {}
-        self.sending: list[tuple[Message, Job]] = []
+        self.sending: list[Job] = []  # on a GPU
+        self.lost: list[Job] = []  # sends that ended in vain
         self.failure = ""
         self.beats = itertools.count()
 
@@ -129,30 +258,37 @@ class TorchTransport:
             self.links[edge] = link = _links[key]
             greeting, begun = Message(-1, -1, edge[0], edge[1], False), time.monotonic()
             try:
-                job = link.start(torch.zeros(1, device=self.device))
+                tensor = torch.zeros(1, device=self.device)
+                job = Job(self, greeting, link, tensor, link.start(tensor))
             except dist.DistError as error:
                 who = self._waits(greeting, link, time.monotonic() - begun)
                 raise RankError(self._end(f"{who}, which did not come. Look at its own error first.")) from error
-            self._finish(job, greeting, link)
+            self._finish(job)
 
     def send(self, message: Message, tensor: Tensor) -> None:
         """See `Transport`. The tensor is kept until it has been sent."""
-        self.sending = [(m, job) for m, job in self.sending if job.error or not self._is_done(job)]
-        if tensor.numel():
-            self.sending.append((message, self._link(message).start(tensor.contiguous())))
+        if not tensor.numel():
+            return
+        job = self._start(message, self._link(message), tensor.contiguous())
+        if self.device.type == "cpu":
+            _reaper.add(job)
+        else:
+            self.sending = [job for job in self.sending if not job.work.is_completed()] + [job]
 
-    def receive(self, message: Message, spec: Spec) -> Posted:
+    def receive(self, message: Message, spec: Spec) -> Pending:
         """See `Transport`."""
         shape, dtype = spec
         tensor = torch.empty(shape, dtype=dtype, device=self.device)
-        link = self._link(message)
-        return Posted(self, message, link, link.start(tensor) if math.prod(shape) else None, tensor)
+        return self._start(message, self._link(message), tensor) if math.prod(shape) else Here(tensor)
 
     def drain(self) -> None:
         """See `Transport`."""
         while self.sending:
-            message, job = self.sending.pop()
-            self._finish(job, message, self._link(message))
+            self._finish(self.sending.pop())
+        if self.device.type == "cpu":
+            _reaper.drain()
+        if self.lost:
+            self._raise(self.lost[0])
 
     def fail(self, why: str) -> None:
         """See `Transport`. The first to fail is the one that all name."""
@@ -163,40 +299,51 @@ class TorchTransport:
     def _link(self, message: Message) -> Link:
         return self.links[message.edge(len(self.ids))]
 
-    def _is_done(self, job: Job) -> bool:
-        return job.done.is_set() if self.device.type == "cpu" else job.work.is_completed()
+    def _start(self, message: Message, link: Link, tensor: Tensor) -> Job:
+        try:
+            return Job(self, message, link, tensor, link.start(tensor))
+        except RuntimeError as error:  # the connection is lost already
+            self._raise(Job(self, message, link, tensor, None, error=_reason(error)))
 
-    def _finish(self, job: Job, message: Message, link: Link) -> None:
+    def _finish(self, job: Job) -> None:
         """Wait for a job; on a GPU its stream does, and NCCL keeps the time."""
         if self.device.type != "cpu":
             job.work.wait()
             return
-        begun, pause = time.monotonic(), 0.05
-        while not job.done.wait(pause):
-            pause = min(2 * pause, PATIENCE / 2)
-            waited = time.monotonic() - begun
-            self._look()
-            if waited >= self.timeout.total_seconds():
-                chain = self._chain(link.peer)
-                self._look()
-                raise RankError(self._end(f"{self._waits(message, link, waited)}{chain}"))
-            if waited > PATIENCE:
-                self._beat(link.peer)
-        if job.error:
-            self._look()
-            lost = f", and the connection was lost ({job.error}). Look at that rank's own error first."
-            raise RankError(self._end(self._waits(message, link, time.monotonic() - begun) + lost))
+        _watch.over(job)
+        if job.error or self.failure:
+            self._raise(job)
 
-    def _look(self) -> None:
-        """Raise the line of the rank that failed first, if one has."""
+    def _raise(self, job: Job) -> NoReturn:
+        """The line of the rank that failed first, or that a job's connection was lost."""
+        if not self._has_failed():
+            lost = f", and the connection was lost ({job.error}). Look at that rank's own error first."
+            self._end(self._waits(job.message, job.link, time.monotonic() - job.begun if job.begun else 0.0) + lost)
+        raise RankError(self.failure)
+
+    def _gives_up(self, job: Job) -> bool:
+        """Whether a wait that lasts has to end, with the line for it."""
+        waited = time.monotonic() - (job.begun or time.monotonic())
+        if self._has_failed():
+            return True
+        if waited > PATIENCE:
+            self._beat(job.link.peer)
+        if waited < self.timeout.total_seconds():
+            return False
+        chain = self._chain(job.link.peer)
+        if not self._has_failed():
+            self._end(f"{self._waits(job.message, job.link, waited)}{chain}")
+        return True
+
+    def _has_failed(self) -> bool:
+        """Whether a rank has failed; its line is this one's then."""
         if not self.failure:
             try:
                 if self.store.check(["failed"]):
-                    self.failure = self.store.get("failed").decode()
+                    self._end(self.store.get("failed").decode())
             except RuntimeError:
-                self.failure = "the store is gone: the process that held it has left"
-        if self.failure:
-            raise RankError(self._end(self.failure))
+                self._end("the store is gone: the process that held it has left")
+        return bool(self.failure)
 
     def _end(self, why: str) -> str:
         """Note a failure unless there is one already; the first is the answer. The links are of no more use."""
@@ -205,7 +352,8 @@ class TorchTransport:
             with suppress(RuntimeError):
                 self.failure = self.store.compare_set("failed", "", why).decode()
         for key in [key for key, link in _links.items() if link in self.links.values()]:
-            del _links[key]
+            _links.pop(key, None)
+        _reaper.forget()
         return self.failure
 
     def _waits(self, message: Message, link: Link, waited: float) -> str:
@@ -248,20 +396,3 @@ class TorchTransport:
                 return f"{words}: a deadlock. Check the schedule."
             seen.append(waits[seen[-1]])
         return f"{words}, which neither waits nor sends. Look there first."
-
-
-@dataclass(frozen=True)
-class Posted:
-    """A receive of `TorchTransport`; one of no elements is there at once, without a ``job``."""
-
-    transport: TorchTransport
-    message: Message
-    link: Link
-    job: Job | None
-    tensor: Tensor
-
-    def wait(self) -> Tensor:
-        """See `autopar.runtime.pipeline.Pending`."""
-        if self.job is not None:
-            self.transport._finish(self.job, self.message, self.link)
-        return self.tensor

@@ -137,7 +137,9 @@ def connect(mesh: Mesh, timeout: timedelta = TIMEOUT, stages: int = 1) -> Ranks:
     """
     rank, size = join(timeout)
     if size != mesh.ranks * stages:
-        plan = " x ".join([f"pp={stages}"] * (stages > 1) + [f"{mesh.axes[i].name}={mesh.axes[i].size}" for i in mesh.space])
+        plan = " x ".join(
+            [f"pp={stages}"] * (stages > 1) + [f"{mesh.axes[i].name}={mesh.axes[i].size}" for i in mesh.space]
+        )
         raise AutoparError(
             f"step: the plan ({plan}) is for {mesh.ranks * stages} ranks and there are {size} processes. "
             f"Launch with: torchrun --nproc-per-node {mesh.ranks * stages} your_script.py, or change the pins."

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from autopar.choosing.plan_training import Planned, plan_training, solves
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.initialise import Initialised
+from autopar.measure import Measures, Measuring
 from autopar.optimizer_states import Wanted, optimizer_states
 from autopar.passes.layout import Layout
 from autopar.passes.lower import Local
@@ -56,7 +58,7 @@ class Ready:
     search: Saved | None = None
 
 
-class Parallel(Initialised):
+class Parallel(Initialised, Measures):
     """A model as trained on a cluster. Made by `compile`.
 
     Its parameters are DTensors under the model's own names, its buffers and ``state_dict`` keys the model's. Give
@@ -81,6 +83,7 @@ class Parallel(Initialised):
         seed: int,
         error_if_nonfinite: bool,
         optimizer: Wanted | None,
+        report: bool,
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(model, cluster.ranks)
@@ -93,7 +96,7 @@ class Parallel(Initialised):
         self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
         self._options = dict(options)
         self._seed, self._steps = seed, 0
-        self._optimizer = optimizer
+        self._optimizer, self._measuring = optimizer, Measuring(report)
         self.error_if_nonfinite = error_if_nonfinite  # may be set at any time, on every rank alike
         self._ranks: Ranks | None = None
         self._rests: dict[str, Layout] = {}
@@ -250,7 +253,8 @@ class Parallel(Initialised):
             )
         ready, program, tensors = self._call(args, kwargs)
         self.refuse_without_values("step")
-        made = program.step(tensors, inputs_are=self._inputs, outputs=outputs)
+        run = partial(program.step, tensors, inputs_are=self._inputs, outputs=outputs)
+        made = self._measuring.run(program, ready.plan, run)
         if self.error_if_nonfinite:
             with naming(program.ranks, program.steps):
                 check_finite(self._names("step"), program.ranks, made[0], program.steps)
@@ -418,6 +422,7 @@ def compile(
     dropout: str | None = None,
     error_if_nonfinite: bool = False,
     optimizer: Wanted | None = None,
+    report: bool = False,
 ) -> Parallel:
     """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank. Collective under torchrun.
 
@@ -436,7 +441,8 @@ def compile(
     ``error_if_nonfinite``: `Parallel.step` raises NonfiniteError, on every rank, where its loss or a gradient is nan or
     inf, with the number of the step, the rank and the parameter; costs one small exchange a step.
     ``optimizer``: what will train the model (default AdamW), so that plans count the bytes of its states: a class, a
-    name as ``"sgd,momentum=0.9"``, or a function of a list of parameters (`autopar.optimizer_states`).
+    name as ``"sgd,momentum=0.9"``, or a function of a list of parameters (`autopar.optimizer_states`). ``report``:
+    rank 0 logs, as "autopar" at INFO, how long the third step took beside what was predicted (`Parallel.measure`).
 
     Raises AutoparError, one line, for whatever cannot be done exactly as asked; NothingFits, with the plan that comes
     closest, where none that keeps the pins fits the memory of a rank.
@@ -480,6 +486,7 @@ def compile(
         seed=seed,
         error_if_nonfinite=error_if_nonfinite,
         optimizer=optimizer,
+        report=report,
         options=options,
     )
     if args is not None or kwargs is not None:

@@ -31,6 +31,7 @@ from autopar.runtime.run import Units, units_of
 from autopar.runtime.runs import take
 from autopar.runtime.stage import Nobody, Stage, Stages, StageStep, alone
 from autopar.runtime.stage_tensors import Gradient
+from autopar.runtime.timeline import Recorder
 from autopar.runtime.transport import TorchTransport
 from autopar.runtime.units import Fallback
 from autopar.runtime.weights import Weights
@@ -54,6 +55,8 @@ class Program:
         ``program = Program([local], place(model, local.parameters, ranks), ranks, constants)``, then in each step
         ``(loss,) = program.step([tokens, labels])``; ``optimizer.step()``.
     """
+
+    recorder: Recorder | None = None  # of the next step
 
     def __init__(
         self,
@@ -188,7 +191,10 @@ class Program:
         if train not in self._executors:
             schedule = [[a for a in rank if train or a[0] == "F"] for rank in self.pipeline.schedule]
             self._executors[train] = Pipeline(schedule, self.pipeline.crossings, self._transport(), self._spec)
-        self._executors[train].run(steps)
+        if self.recorder is None:
+            self._executors[train].run(steps)
+        else:
+            self.recorder.run(self._executors[train], steps)
 
     def _transport(self) -> Transport:
         if self.ranks.column is None:

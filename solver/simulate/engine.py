@@ -221,9 +221,10 @@ class Timeline:
         rank = max(range(self.ranks), key=lambda r: peaks[r].nbytes)
         return rank, peaks[rank]
 
-    def trace(self, path: str) -> None:
+    def trace(self, path: str, who: str = "stage") -> None:
         """Writes the events as a Chrome trace file, which chrome://tracing and ui.perfetto.dev show: a process for
-        each rank, a row for each stream, a curve of the bytes held. Raises AutoparError where that cannot be."""
+        each rank, called ``who`` and its number, a row for each stream, a curve of the bytes held. Raises AutoparError
+        where that cannot be."""
         lanes: dict[tuple[int, str], int] = {}
         events: list[dict[str, Any]] = []
         for task, start in zip(self.tasks, self.start.tolist()):
@@ -233,7 +234,7 @@ class Timeline:
         for (rank, stream), lane in lanes.items():
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": lane, "args": {"name": stream}})
         for rank in range(self.ranks):
-            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"stage {rank}"}})
+            events.append({"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"{who} {rank}"}})
             for at, nbytes in zip(*(x.tolist() for x in self.memory(rank))):
                 events.append({"ph": "C", "name": "bytes", "pid": rank, "ts": at * 1e6, "args": {"held": nbytes}})
         try:

@@ -78,7 +78,8 @@ exact-torch-pipelines: $(READY)  ## gradients of pipelines against torch.distrib
 	$(BIN)/python tests/exact/torch_pipelining.py
 
 exact-pipelines: $(READY)  ## models x axes x schedules x memory on 2, 4 and 8 real ranks (at most 150 minutes)
-	$(BIN)/python tests/exact/pipelines.py --minutes 140
+	$(BIN)/python tests/exact/pipelines.py --threads
+	$(BIN)/python tests/exact/pipelines.py --minutes 130
 
 clean:
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache

@@ -4,7 +4,8 @@ For each model a pairwise covering array over the axes beside ``pp`` (2, 4 and 8
 below, at and above the stages, ZeRO stage 0 to 3, recomputation, and dropout: every two values of two of them meet in a
 row. Prints the seed and a row a plan; ends with exit code 1 where a plan is not equal to one process or is refused
 without reason. ``--models hf/llama,unet``, ``--ranks 2,4``, ``--minutes 60`` and ``--seed 7`` run a part, or other
-arrays; ``--json FILE`` keeps the rows, and goes on after the models that are in it.
+arrays; ``--json FILE`` keeps the rows, and goes on after the models that are in it. ``--threads`` runs the full product
+for one model instead, all ranks as threads of one process.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from autopar.verify import VerifyResult, verify_many
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent))
 import pipeline_models
+import pipeline_threads
 import slice as table
 import zero
 import zoo
@@ -145,6 +147,15 @@ def tabled(options: argparse.Namespace) -> list[str]:
     return [line for lines in kept.values() for line in lines]
 
 
+def threaded(seed: int) -> list[str]:
+    """Run the full product; every line."""
+    lines = []
+    for plan, wrong in pipeline_threads.product(seed):
+        lines.append(f"{'WRONG' if wrong else 'equal':8s}{plan} {'; '.join(wrong)}".rstrip())
+        print(lines[-1], flush=True)
+    return lines
+
+
 def main() -> int:
     """Run the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -153,11 +164,12 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="start no model after so long")
     parser.add_argument("--json", type=Path, help="keep the rows here, and leave out the models that are in it")
+    parser.add_argument("--threads", action="store_true", help="the full product for one model, ranks as threads")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     started = time.perf_counter()
-    print(f"covering arrays of seed {options.seed}")
-    lines = tabled(options)
+    print(f"seed {options.seed}")
+    lines = threaded(options.seed) if options.threads else tabled(options)
     counts = {verdict: sum(line.startswith(verdict) for line in lines) for verdict in ("equal", "refused", "WRONG")}
     print(
         "\n" + ", ".join(f"{n} {v}" for v, n in counts.items()), f"; {(time.perf_counter() - started) / 60:.0f} minutes"

@@ -107,8 +107,9 @@ class Routed(nn.Module):
             chosen.append(router(x).softmax(-1))
             made = torch.tanh(halves(x)).unflatten(-1, (2, -1))
             x = x + self.dropout((made * chosen[-1].unsqueeze(-1)).sum(-2))
-        shares = torch.stack(chosen).mean((1, 2))
-        balance = (shares * shares).sum()
+        every = torch.stack(chosen).flatten(1, 2)  # [layers, tokens of the batch, 2]
+        shares = every.mean(1)
+        balance = (shares * shares).sum() + 0.1 * every.logsumexp(1).sum()
         logits = self.head(x)
         loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten()) + balance
         return {"loss": loss, "balance": balance, "logits": logits}

@@ -165,16 +165,25 @@ class Watch:
 
 
 class Reaper:
-    """Lets go of what this process has sent."""
+    """Finds out what has been sent; this process's rank lets go of it when it sends again."""
 
     def __init__(self) -> None:
         self.sent: deque[Job] = deque()
-        self.job: Job | None = None
+        self.waited: deque[Job] = deque()  # for the one that is waited for
+        self.done: deque[Job] = deque()
         self.lock = threading.Lock()  # held from when a job is taken until it is done
         self.thread = Thread("pipeline-sent", self.reap)
 
+    @property
+    def job(self) -> Job | None:
+        """That is waited for."""
+        with suppress(IndexError):
+            return self.waited[0]
+        return None
+
     def add(self, job: Job) -> None:
         """A send that has begun."""
+        self.done.clear()
         self.sent.append(job)
         self.thread.wake()
 
@@ -185,12 +194,11 @@ class Reaper:
         time.sleep(REAP)
         while self.sent:
             with self.lock, suppress(IndexError):
-                self.job = job = self.sent.popleft()
-                job.run()
-                if job.error:
-                    job.transport.lost.append(job)
-                self.job = None
-                del job
+                self.waited.append(self.sent.popleft())
+                self.waited[0].run()
+                if self.waited[0].error:
+                    self.waited[0].transport.lost.append(self.waited[0])
+                self.done.append(self.waited.pop())  # no name here has it: the allocator is told by the rank's thread
         return True
 
     def drain(self) -> None:
@@ -203,6 +211,7 @@ class Reaper:
                 job.begun = job.begun or time.monotonic()
                 job.transport._gives_up(job)  # then it has been broken off
         self.lock.release()
+        self.done.clear()
 
     def forget(self) -> None:
         """All sends there are, for good."""

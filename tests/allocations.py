@@ -10,6 +10,7 @@ from torch._C._profiler import _EventType
 
 MARK = "mark: "
 BACKENDS = ("c10d::", "gloo:", "nccl:")  # what ops of communication backends are called
+MESSAGES = ("gloo:send", "gloo:recv")  # which last until their message is there, whatever runs meanwhile
 
 
 def mark(name: str) -> None:
@@ -50,7 +51,8 @@ def _events(tree: Sequence[Any], inside: bool) -> Iterator[tuple[int, Any, bool]
             yield event.start_time_ns, event.extra_fields, inside
         elif event.name.startswith(MARK):
             yield event.start_time_ns, event.name.removeprefix(MARK), inside
-        yield from _events(event.children, inside or event.name.startswith(BACKENDS))
+        theirs = event.name.startswith(BACKENDS) and not event.name.startswith(MESSAGES)
+        yield from _events(event.children, inside or theirs)
 
 
 __all__ = ["fullest", "mark"]

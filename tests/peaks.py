@@ -70,7 +70,8 @@ def held(rank: int, make: Callable[[], Made], plan: Plan, steps: int = MEASURED)
     for _ in range(2):
         step()
     states = [t for s in optimizer.state.values() for t in s.values() if isinstance(t, Tensor)]
-    tensors = [*parallel.parameters(), *parallel.buffers(), *program.stages[0].constants, *own, *states]
+    constants = [tensor for stage in program.stages for tensor in stage.constants]
+    tensors = [*parallel.parameters(), *parallel.buffers(), *constants, *own, *states]
     rest = sum({s.data_ptr(): s.nbytes() for s in map(_storage, tensors)}.values())
     with kept_apart(), _turns():
         found = fullest(run)

@@ -137,17 +137,17 @@ class Thread:
 
 
 class Watch:
-    """Looks after the wait of this process's rank."""
+    """Looks after the wait of this process's rank. It holds no job between two looks: what came is to be let go of."""
 
     def __init__(self) -> None:
         self.job: Job | None = None
-        self.seen: Job | None = None
-        self.idle = 0
+        self.waits, self.seen, self.idle = 0, 0, 0  # waits so far, the last one seen, and looks since there was one
         self.thread = Thread("pipeline-watch", self.look)
 
     def over(self, job: Job) -> None:
         """Wait for a job."""
         job.begun = time.monotonic()
+        self.waits += 1
         self.job = job
         self.thread.wake()
         job.run()
@@ -155,13 +155,17 @@ class Watch:
 
     def look(self) -> bool:
         """At a wait that lasts since the last time. Whether there was one lately."""
-        job = self.job
-        if job is not None and job is self.seen and job.transport._gives_up(job):
-            job.break_off(lambda: self.job is job)
-        self.seen = job
-        self.idle = 0 if job is not None else self.idle + 1
+        waits, waiting = self.waits, self.job is not None
+        if waiting and waits == self.seen:
+            self._last(self.job)
+        self.seen = waits
+        self.idle = 0 if waiting else self.idle + 1
         time.sleep(LOOK)
         return self.idle < PATIENCE / LOOK
+
+    def _last(self, job: Job | None) -> None:
+        if job is not None and job.transport._gives_up(job):
+            job.break_off(lambda: self.job is job)
 
 
 class Reaper:

@@ -38,8 +38,8 @@ class Reduced:
 class Ways:
     """``at_use``: the parameters, as places in `Local.parameters`, that are gathered for each unit that reads them;
     ``entered``: once a step, before anything is read; ``prologue``, ``forward`` and ``backward`` (by call): gathered
-    at use, and where backward is parted for its ``parts``, ``I`` and ``W``; ``reduced`` in the order in which backward starts them; ``reached``: the parameters that the
-    loss has a gradient for."""
+    at use, and where backward is parted for its ``parts``, ``I`` and ``W``; ``reduced`` in the order in which backward
+    starts them; ``reached``: the parameters that the loss has a gradient for."""
 
     at_use: frozenset[int]
     entered: tuple[Bucket, ...]
@@ -61,8 +61,8 @@ class Ways:
             yield r.bucket, 0, microbatches if r.reduce == "microbatch" else 1
 
     def gathers(self, actions: Iterable[str]) -> Iterator[tuple[Bucket, ...]]:
-        """What is gathered for each moment of a step: the prologue, then for each of ``actions`` (``F``; ``B``, or ``I``
-        and ``W``) every call, backward from the last."""
+        """What is gathered for each moment of a step: the prologue, then for each of ``actions`` (``F``; ``B``, or
+        ``I`` and ``W``) every call, backward from the last."""
         yield self.prologue
         for action in actions:
             if action == "F":

@@ -59,7 +59,7 @@ def forwards_first(name: str, words: Sequence[Sequence[str]] = ()) -> bool:
     (True, False, True)
     """
     orders = ["".join(letter for letter, _, _ in rank) for rank in schedule_from_words(words)] if words else []
-    return name == "gpipe" or bool(orders) and all("F" not in rank.lstrip("F") for rank in orders)
+    return name == "gpipe" or (bool(orders) and all("F" not in rank.lstrip("F") for rank in orders))
 
 
 def check_order(orders: Schedule, ranks: int, microbatches: int, virtual: int) -> None:

@@ -73,9 +73,9 @@ def measured(rank: int, model: ModelSpec, batch: int | None, text: str) -> Measu
     watch = Watch({local(p).untyped_storage().data_ptr() for p in tensors.parameters() if isinstance(p, DTensor)})
     backward = Run.backward
 
-    def looked(run: Run, *, last: bool) -> None:
+    def looked(run: Run, **how: Any) -> None:
         watch.look(run)
-        backward(run, last=last)
+        backward(run, **how)
 
     with mock.patch.object(Run, "backward", looked):
         program.step(subject.inputs)

@@ -13,7 +13,7 @@ unexport PYTHONPATH
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
 
-test: lint  ## what CI runs: lint, types, tests (about 10 minutes on 2 cores)
+test: lint  ## what CI runs: lint, types, tests (about 15 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)

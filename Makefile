@@ -8,12 +8,12 @@ READY := $(VENV)/installed
 export OMP_NUM_THREADS := 1
 unexport PYTHONPATH
 
-.PHONY: demo test lint format exact exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules exact-pipelines exact-torch-pipelines clean
+.PHONY: demo test lint format exact exact-ops exact-rules exact-probe exact-random exact-slice exact-layouts exact-solved exact-small exact-small-stages exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-shapes exact-further exact-schedules exact-pipelines exact-torch-pipelines clean
 
 demo: $(READY)  ## train a small GPT on 4 local ranks, then compare it with one process
 	$(BIN)/torchrun --standalone --nproc-per-node 4 -m autopar.demo
 
-test: lint  ## what CI runs: lint, types, tests (about 15 minutes on 2 cores)
+test: lint  ## what CI runs: lint, types, tests (about 16 minutes on 2 cores)
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
@@ -25,18 +25,21 @@ format: $(READY)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-exact: exact-ops exact-rules exact-random exact-slice exact-layouts exact-solved exact-small exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-schedules exact-pipelines exact-torch-pipelines  ## every large table
+exact: exact-ops exact-rules exact-probe exact-random exact-slice exact-layouts exact-solved exact-small exact-small-stages exact-predicted exact-peak exact-families exact-zero exact-checkpoints exact-init exact-shapes exact-further exact-schedules exact-pipelines exact-torch-pipelines  ## every large table
 
 # torchvision and timm stay out of .venv: torchvision's release needs a CUDA torch, and transformers imports it unasked.
 build/vision: $(READY)
 	$(BIN)/python -m pip install -qq --no-deps --upgrade --target $@ -c constraints.txt torchvision timm pillow
 	@touch $@
 
-exact-ops: build/vision  ## 49 public models x plans, with and without dropout (at most 150 minutes on 2 cores)
+exact-ops: build/vision  ## 53 public models x plans, with and without dropout (at most 150 minutes on 2 cores)
 	PYTHONPATH=build/vision $(BIN)/python tests/exact/ops.py --minutes 140
 
 exact-rules: $(READY)  ## every strategy of every rule over torch's samples beside DTensor's: docs/rules.md (15 minutes)
 	$(BIN)/python tests/exact/rules.py --write
+
+exact-probe: $(READY)  ## 60 ops whose rules are hidden: what probing finds of them, judged as rules are (5 minutes)
+	$(BIN)/python tests/exact/probe.py
 
 exact-random: $(READY)  ## 2,000 random models under random layouts, 100 of them on real ranks (some hours)
 	$(BIN)/python tests/exact/random_models.py
@@ -52,6 +55,9 @@ exact-solved: build/vision  ## the solver's own plans, memory loose to just enou
 
 exact-small: $(READY)  ## the solver's plans of small models, all ranks in one process (at most 2 hours)
 	$(BIN)/python tests/exact/solved.py
+
+exact-small-stages: $(READY)  ## random problems with stages against counting every assignment out (at most 10 minutes)
+	$(BIN)/python tests/exact/small_stages.py
 
 exact-predicted: build/vision  ## predicted bytes against those of real steps (at most 90 minutes)
 	PYTHONPATH=build/vision $(BIN)/python tests/exact/predicted.py
@@ -73,6 +79,12 @@ exact-init: $(READY)  ## first values of a billion parameters on 4 ranks: equal,
 
 exact-schedules: $(READY)  ## 2,000 random pipelines, some that deadlock: the static check against the executor (2 minutes)
 	$(BIN)/python tests/exact/schedules.py
+
+exact-shapes: $(READY)  ## 200 batches of other shapes under the first one's plan, six models (at most 30 minutes)
+	$(BIN)/python tests/exact/shapes.py --minutes 28
+
+exact-further: build/vision  ## further public models under the solver's plan and tp=2: docs/models.md (at most 40 minutes)
+	PYTHONPATH=build/vision $(BIN)/python tests/exact/further.py --write
 
 exact-torch-pipelines: $(READY)  ## gradients of pipelines against torch.distributed.pipelining's (at most 10 minutes)
 	$(BIN)/python tests/exact/torch_pipelining.py

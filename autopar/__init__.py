@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from autopar.errors import AutoparError
     from autopar.initialise import deferred_init
     from autopar.load_program import load_program
-    from autopar.passes.rules.core import factors
+    from autopar.passes.rules.core import Rule, dims, factors
     from autopar.plan import Plan
 
 __version__ = "0.1.0"
@@ -28,8 +28,10 @@ __all__ = [
     "Cluster",
     "Parallel",
     "Plan",
+    "Rule",
     "compile",
     "deferred_init",
+    "dims",
     "factors",
     "load",
     "load_program",
@@ -42,8 +44,10 @@ _HOME = {
     "Cluster": "autopar.cluster",
     "Parallel": "autopar.compile",
     "Plan": "autopar.plan",
+    "Rule": "autopar.passes.rules.core",
     "compile": "autopar.compile",
     "deferred_init": "autopar.initialise",
+    "dims": "autopar.passes.rules.core",
     "factors": "autopar.passes.rules.core",
     "load": "autopar.checkpoint",
     "load_program": "autopar.load_program",

@@ -6,8 +6,6 @@ edited or broadcast gives the same program as one just made.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -15,7 +13,6 @@ from types import MappingProxyType
 from torch import fx
 
 from autopar.capture import Capture, to_float64
-from autopar.choosing.stages import with_stages
 from autopar.choosing.wiring import weights_of
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
@@ -42,14 +39,13 @@ from autopar.passes.roles import Limit, divides_nothing, limits_of, shares_nothi
 from autopar.passes.sequence import DIVIDE, Along, along_sequence, cuts_nothing
 from autopar.passes.split_prologue import copy_graph, split_prologue
 from autopar.passes.split_tail import Tail, split_tail
-from autopar.passes.strategy import choices, rule, strategy
+from autopar.passes.strategy import choices, fills, rule, strategy
 from autopar.passes.units import core_ops, cut_units
 from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
-from autopar.plan import Op, Plan, Predicted, Stage, Whole, choice_from_text, choice_to_text
-from autopar.rests import resting, rests_of
+from autopar.plan import Op, Plan, Predicted, Whole, choice_from_text, choice_to_text
 from autopar.runtime.mesh import Ranks
 from autopar.runtime.stage import Stages
-from autopar.wires import wire_of
+from autopar.wires import with_wires
 from autopar.write_plan import ops_of, plan_of, strides_of, wire_from_json
 
 
@@ -128,64 +124,13 @@ def mesh_of(pins: ResolvedPins) -> Mesh:
 
 def choose(prepared: Prepared, pins: ResolvedPins, cluster: Cluster) -> Plan:
     """The plan for these pins. Raises AutoparError where a pin cannot be kept."""
-    mesh = _with_wires(mesh_of(pins), cluster)
+    plain = mesh_of(pins)
+    mesh = with_wires(plain, strides_of(plain), cluster)
     shares = ("tp",) if pins.pins.sp is True else ()
     gm, left, obliged = completed(prepared, mesh, pins.zero, ("tp",), (SEQUENCE,), shares)
     _keep_obligations(gm, mesh, obliged, left)
     plan = plan_of(gm, prepared.captured, mesh, cluster, recompute=pins.recompute)
-    return replace(plan, predicted=_whole(plan, left), pins=pins.pins.given())
-
-
-def choose_along(
-    prepared: Prepared, training: Plan, cluster: Cluster, held: Mapping[str, tuple[int, ...]] = MappingProxyType({})
-) -> Plan:
-    """The plan of an eval program on the ranks of a training plan: axes that cut its batch are followed, the others
-    divided, those of its sequence along the sequence; parameters rest as they do there. ``held``: the stages that read
-    each parameter in training, where there are several. Raises AutoparError where the batch has too few rows, and where
-    a pipeline would have to run backwards."""
-    batch, data = prepared.captured.batch, [training.axes[i] for i in training.data]
-    ranks = math.prod(a.size for a in data)
-    if batch % ranks:
-        words = " ".join(f"{a.name}={a.size}" for a in data)
-        raise AutoparError(
-            f"batch: {words} does not divide the batch of {batch} row{'s' * (batch != 1)}, and the plan of training "
-            f"cuts it so. Give a multiple of {ranks} rows."
-        )
-    mesh = Mesh(tuple(a for a in plan_mesh(training).axes if not a.is_time))
-    sequence = {a.name for a in training.axes if a.display[:1] == (SEQUENCE,)} - {a.name for a in data}
-    divided = {a.name for a in mesh.axes} - {a.name for a in data} - sequence
-    gm, left, _ = completed(prepared, mesh, training.zero, divided, sequence)
-    plan = resting(plan_of(gm, prepared.captured, mesh, cluster), rests_of(training))
-    if len(training.stages) > 1:
-        plan = _stages_along(plan, gm, training, held)
-    return replace(plan, predicted=_whole(plan, left), pins=training.pins)
-
-
-def _stages_along(plan: Plan, gm: fx.GraphModule, training: Plan, held: Mapping[str, tuple[int, ...]]) -> Plan:
-    """Cut where the parameters are: each op goes to the first stage, from that of the op before it on, that holds what
-    it reads."""
-    ops, at, here = ops_of(gm), list[int](), 0
-    for place, op in enumerate(ops):
-        for fqn in (str(n.target) for n in op.all_input_nodes if n.op == "get_attr" and str(n.target) in held):
-            here = next((stage for stage in held[fqn] if stage >= here), -1)
-            if here < 0:
-                raise AutoparError(
-                    f"forward: in eval mode {fqn} is read after parameters of later stages of the pipeline, which "
-                    "training reads it before. Pin pp=1, or cuts at which both orders agree."
-                )
-        at += [place] * (here - len(at))
-    at += [len(ops)] * (len(training.stages) - 1 - len(at))
-    plan = with_stages(plan, sorted({place for place in at if 0 < place < len(ops)}))
-    starts = [0, *itertools.accumulate(len(plan.classes[unit.kind].ops) for unit in plan.units)]
-    edges = [0, *(starts.index(place) for place in at), len(plan.units)]
-    virtual = training.schedule.virtual
-    return replace(
-        plan,
-        stages=tuple(Stage(a, b) for a, b in itertools.pairwise(edges)),
-        schedule=replace(training.schedule, name="interleaved" if virtual > 1 else "gpipe", words=()),
-        mesh={"pp": training.pp, **plan.mesh},
-        cluster=training.cluster,
-    )
+    return replace(plan, predicted=left_whole(plan, left), pins=pins.pins.given())
 
 
 @dataclass(frozen=True)
@@ -266,18 +211,9 @@ def _dims_only(dims: Mapping[str, int | None], otherwise: Keep | None) -> Keep:
     return keep
 
 
-def _whole(plan: Plan, left: list[tuple[str, Undivided]]) -> Predicted:
+def left_whole(plan: Plan, left: list[tuple[str, Undivided]]) -> Predicted:
+    """Its predictions, with the ops that axes leave whole."""
     return replace(plan.predicted, whole=tuple(Whole(axis, u.fqn, u.op, u.why) for axis, u in left))
-
-
-def _with_wires(mesh: Mesh, cluster: Cluster) -> Mesh:
-    strides = strides_of(mesh)
-    return Mesh(
-        tuple(
-            a if a.is_time else replace(a, wire=wire_of(cluster, a.size, stride))
-            for a, stride in zip(mesh.axes, strides, strict=True)
-        )
-    )
 
 
 def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable:
@@ -308,7 +244,7 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
     for (where, unit, op), node in zip(listed, nodes, strict=True):
         chosen = [choice_from_text(text) for text in op.choices]
         found = None
-        if op.op == str(node.target) and _known(node, chosen):
+        if op.op == str(node.target) and known_choices(node, chosen):
             found = strategy(node, mesh, chosen, op.order or every)
         if found is None:
             raise AutoparError(_illegal(where, op, node, mesh))
@@ -319,10 +255,10 @@ def apply(plan: Plan, prepared: Prepared, mesh: Mesh | None = None) -> Lowerable
             where = f'plan: $.inputs["{node.name}"]'
             if text is None:
                 raise AutoparError(f"{where}: is missing. Plan again.")
-            layout = _legal_layout(text, value(node).shape, mesh, where, even=True)
+            layout = _legal_layout(text, value(node).shape, mesh, where, full=True)
             node.meta[KEY] = replace(fact(node), strategy=Strategy((), every, (), (layout,)))
         elif node.op == "get_attr":
-            _apply_leaf(plan, node, mesh)
+            apply_leaf(plan, node, mesh)
         elif is_getitem(node):
             producer, index = node.args[0], node.args[1]
             assert isinstance(producer, fx.Node) and isinstance(index, int)
@@ -398,7 +334,7 @@ def plan_mesh(plan: Plan) -> Mesh:
         rows: tuple[int, ...] = ()
         if axis.is_time:
             assert plan.batch is not None
-            rows = microbatch_rows(plan.batch, plan.row_unit, axis.size)
+            rows = microbatch_rows(plan.batch, plan.row_unit if plan.has_even_rows else 1, axis.size)
         axes.append(Axis(axis.name, axis.size, rows, wire_from_json(axis.wire)))
     return Mesh(tuple(axes))
 
@@ -410,7 +346,8 @@ def _ops_of_units(plan: Plan) -> Iterator[tuple[str, int, Op]]:
             yield f"plan: $.classes[{unit.kind}].ops[{k}]", u, op
 
 
-def _apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:
+def apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:
+    """Treat a parameter as the plan says; a buffer or constant is read whole."""
     fqn, v = str(node.target), value(node)
     every = tuple(range(len(mesh.axes)))
     found = plan.parameters.get(fqn)
@@ -419,8 +356,8 @@ def _apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:
         node.meta[KEY] = replace(fact(node), strategy=Strategy((), every, (), (whole,)))
         return
     where = f'plan: $.parameters["{fqn}"]'
-    rest = _legal_layout(found.rest, v.shape, mesh, f"{where}.rest", even=False)
-    use = _legal_layout(found.use, v.shape, mesh, f"{where}.use", even=False)
+    rest = _legal_layout(found.rest, v.shape, mesh, f"{where}.rest", full=False)
+    use = _legal_layout(found.use, v.shape, mesh, f"{where}.use", full=False)
     if any(s.parts or s.items for s in rest.dims):
         raise AutoparError(
             f"{where}.rest: {found.rest!r} rests in parts or items (checkpoints could not say so). Legal: S<dim> alone."
@@ -428,7 +365,7 @@ def _apply_leaf(plan: Plan, node: fx.Node, mesh: Mesh) -> None:
     treat(node, rest, use, found.gather, "microbatch" if found.reduce == "microbatch" else "step", mesh)
 
 
-def _legal_layout(text: str, shape: tuple[int, ...], mesh: Mesh, where: str, *, even: bool) -> Layout:
+def _legal_layout(text: str, shape: tuple[int, ...], mesh: Mesh, where: str, *, full: bool) -> Layout:
     try:
         layout = Layout.parse(text, len(shape))
     except ValueError as error:
@@ -436,13 +373,14 @@ def _legal_layout(text: str, shape: tuple[int, ...], mesh: Mesh, where: str, *, 
     if len(layout.kinds) != len(mesh.axes):
         raise AutoparError(f"{where}: {text!r} has {len(layout.kinds)} words for {len(mesh.axes)} axes.")
     try:
-        whole = layout.is_even(shape, mesh)
+        filled = all(not s.axes or fills(n, s, mesh) for n, s in zip(shape, layout.dims, strict=True))
         layout.runs(shape, mesh, mesh.coordinates(0))
     except ValueError as error:
         raise AutoparError(f"{where}: {text!r} does not fit shape {shape} ({error}).") from None
-    if even and not whole:
+    if full and not filled:
         raise AutoparError(
-            f"{where}: {text!r} does not cut shape {shape} evenly. Legal: I, R, or a dim that the axis divides."
+            f"{where}: {text!r} leaves ranks without a piece of shape {shape}. Legal: I, R, or a dim of which "
+            "every rank gets some."
         )
     return layout
 
@@ -457,7 +395,8 @@ def _illegal(where: str, op: Op, node: fx.Node, mesh: Mesh) -> str:
     return f"{where}.choices: {list(op.choices)} is not legal for {op.op} ({op.fqn}). Legal per axis: {legal}."
 
 
-def _known(node: fx.Node, chosen: list[Choice]) -> bool:
+def known_choices(node: fx.Node, chosen: list[Choice]) -> bool:
+    """Whether the op's rule has all these factors, groups and specials."""
     found = rule(node)
     for c in chosen:
         if c.kind in ("I", "R"):

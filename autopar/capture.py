@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,15 +19,18 @@ from torch.utils._pytree import tree_flatten
 
 from autopar.clean_graph import place
 from autopar.compare_with_eager import compare_with_eager
-from autopar.custom_functions import refuse_other_backwards
+from autopar.custom_functions import other_backwards
 from autopar.errors import AutoparError
 from autopar.evaluate import double, run_graph, to_float64
 from autopar.export_model import Call, Exported, Loss, Outputs, aliases_of, export_model
+from autopar.export_repeats import export_short
 from autopar.mixed_precision import param_dtype as cast_to
 from autopar.mixed_precision import precision
 from autopar.plan import ADAMW, OWN, Optimizer, Precision
+from autopar.repeats import may_repeat
+from autopar.runtime.opaque import OPAQUE
 from autopar.signature import InputSpec, Signature
-from autopar.traps import refuse_model
+from autopar.traps import Failed, refuse_model
 from autopar.trees import unflatten
 
 __all__ = ["Capture", "InputSpec", "capture", "double", "run_graph", "to_float64"]
@@ -112,6 +115,7 @@ def capture(
     dropout: str = "exact",
     param_dtype: str | None = None,
     reduce_dtype: str | None = None,
+    _whole: bool = False,
 ) -> Capture:
     """Capture ``model(*args, **kwargs)`` in its current train or eval mode.
 
@@ -155,20 +159,17 @@ def capture(
     if isinstance(batch, bool) or not isinstance(batch, int) or batch < 1:
         raise AutoparError(f"global_batch: is {batch!r} (it counts the rows of a step). Give an integer of at least 1.")
     call = Call(model, signature, loss, loss_required, cast_to(asked))
-    whole = export_model(call, batch)
-    rows, other = _export_at_another(call, batch)
-    _refuse_other_program(whole.graph, other.graph, batch)
-    refuse_other_backwards(other.applied)
+    judged = check and signature.real and not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
+    call, (whole, rows, other) = _export(call, batch, judged, _whole)
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
-    real = signature.real and not any(t.is_meta for t in (*parameters.values(), *buffers.values()))
-    if check and real:
+    if judged:
         attributes = {**whole.constants, **buffers, **parameters}
         fewer, graph = (rows, other.graph) if rows < batch else (batch, whole.graph)
         compare_with_eager(call, graph, fewer, attributes, twice=bool(whole.changed))
-    hints = whole.hints
+    hints = whole.hints + call.ways.hints(whole.graph)
     if loss_required and "fp16" in (param_dtype, reduce_dtype):
         hints += ("param_dtype, reduce_dtype: gradients under 6e-8 vanish in fp16, and nothing scales the loss.",)
-    if whole.changed and not (check and real):
+    if whole.changed and not judged:
         hints += (f"{', '.join(whole.changed)}: changed by forward; the graph keeps what it computed at capture.",)
     return Capture(
         graph=whole.graph,
@@ -179,7 +180,7 @@ def capture(
         persistent=frozenset(set(model.state_dict(keep_vars=True)) & set(buffers)),
         constants=whole.constants,
         batch=batch,
-        checked="equal" if check and real else "unchecked",
+        checked="equal" if judged else "unchecked",
         training=model.training,
         has_loss=whole.has_loss,
         hash=_hash(whole.graph, parameters, model.training),
@@ -192,10 +193,59 @@ def capture(
     )
 
 
+def _export(call: Call, batch: int, judged: bool, whole: bool) -> tuple[Call, tuple[Exported, int, Exported]]:
+    """The call by the first of its `Ways` that succeeds, and what `_export_whole` gives."""
+    valued = call.signature.real and not any(t.is_meta for t in (*call.model.parameters(), *call.model.buffers()))
+    while True:
+        exports = None
+        try:
+            if call.ways.plain and not whole:
+                exports = _export_repeats(call, batch, judged)
+            exports = exports or _export_whole(call, batch)
+        except Failed as error:
+            if not valued:
+                raise
+            call = replace(call, ways=call.ways.next(call.model, error))
+            continue
+        functions = other_backwards(exports[2].applied)
+        if not functions:
+            return call, exports
+        call = replace(call, ways=replace(call.ways, functions={**call.ways.functions, **functions}))
+
+
+def _export_repeats(call: Call, batch: int, judged: bool) -> tuple[Exported, int, Exported] | None:
+    """What `_export_whole` gives, from exports with fewer blocks of those that repeat; None where they do not show
+    all that the model does. The second graph is a whole one only where it is run (``judged``)."""
+    if not may_repeat(call.model):
+        return None
+    short = export_short(call, batch)
+    if short is None:
+        return None
+    rows = _another(batch)
+    other = export_short(call, rows, short.repeats) or export_short(call, rows := 2 * batch, short.repeats)
+    if other is None or not _same_program(short.exported.graph, other.exported.graph):
+        return None
+    whole = short.unrolled()
+    second = other.unrolled() if judged and rows < batch else other.exported
+    return None if whole is None or second is None else (whole, rows, second)
+
+
+def _export_whole(call: Call, batch: int) -> tuple[Exported, int, Exported]:
+    """The export at ``batch`` rows, another number of rows and the export with so many."""
+    whole = export_model(call, batch)
+    rows, other = _export_at_another(call, batch)
+    _refuse_other_program(whole.graph, other.graph, batch)
+    return whole, rows, other
+
+
+def _another(batch: int) -> int:
+    return TINY if batch != TINY else TINY + 1
+
+
 def _export_at_another(call: Call, batch: int) -> tuple[int, Exported]:
     """A number of rows other than ``batch``, and the model exported with so many: few, or twice as many where the
     model cannot do with few (it takes the 4 rows of largest loss)."""
-    rows = TINY if batch != TINY else TINY + 1
+    rows = _another(batch)
     try:
         return rows, export_model(call, rows)
     except AutoparError:
@@ -206,16 +256,25 @@ def _export_at_another(call: Call, batch: int) -> tuple[int, Exported]:
 
 def _refuse_other_program(whole: fx.GraphModule, tiny: fx.GraphModule, batch: int) -> None:
     """Raise unless the two graphs are the same ops on the same operands; sizes may differ."""
-    pairs = list(zip(whole.graph.nodes, tiny.graph.nodes, strict=False))
-    index = {n: i for i, pair in enumerate(pairs) for n in pair}
-    other = next((a for a, b in pairs if not _same_op(a, b, index)), None)
+    other, last = _first_difference(whole, tiny)
     if other is None and len(whole.graph.nodes) == len(tiny.graph.nodes):
         return
     raise AutoparError(
-        f"{place(other or pairs[-1][0])}: does other ops at batch size {batch} than at another (a plan needs one "
+        f"{place(other or last)}: does other ops at batch size {batch} than at another (a plan needs one "
         "program for any number of rows). Make the code independent of the batch size, or name the inputs that have no "
         "batch: batch_dims={'mask': None}."
     )
+
+
+def _same_program(whole: fx.GraphModule, tiny: fx.GraphModule) -> bool:
+    return _first_difference(whole, tiny)[0] is None and len(whole.graph.nodes) == len(tiny.graph.nodes)
+
+
+def _first_difference(whole: fx.GraphModule, tiny: fx.GraphModule) -> tuple[fx.Node | None, fx.Node]:
+    """The first op of ``whole`` that is another one in ``tiny``, and the last that was compared."""
+    pairs = list(zip(whole.graph.nodes, tiny.graph.nodes, strict=False))
+    index = {n: i for i, pair in enumerate(pairs) for n in pair}
+    return next((a for a, b in pairs if not _same_op(a, b, index)), None), pairs[-1][0]
 
 
 def _same_op(a: fx.Node, b: fx.Node, index: Mapping[fx.Node, int]) -> bool:
@@ -236,7 +295,8 @@ def _hash(graph: fx.GraphModule, parameters: Mapping[str, nn.Parameter], trainin
     for i, node in enumerate(graph.graph.nodes):
         index[node] = i
         kwargs = {k: v for k, v in sorted(node.kwargs.items()) if k != "device"}
-        flat, spec = tree_flatten((node.args, kwargs))
+        args = node.args[:-1] if node.target in OPAQUE else node.args  # its number is this process's
+        flat, spec = tree_flatten((args, kwargs))
         words = [f"%{index[a]}" if isinstance(a, fx.Node) else repr(a) for a in flat if not isinstance(a, torch.device)]
         vals, _ = tree_flatten(node.meta.get("val"))
         words += [f"{v.dtype}{tuple(v.shape)}" for v in vals if isinstance(v, torch.Tensor)]

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autopar.errors import AutoparError
@@ -68,15 +69,29 @@ def _check_axes(plan: Plan, where: str) -> None:
 
 
 def _check_batch(plan: Plan, where: str) -> None:
-    """Every microbatch must give every rank that cuts the batch as many rows."""
+    """Every microbatch gives all ranks that cut the batch as many rows, or, where one axis cuts it, each some."""
     if plan.batch is None:
         if plan.microbatches > 1:
             raise fail(where, "$.batch", f"is null, but {plan.microbatches} microbatches need to know their rows.")
         return
     data = plan.row_unit if plan.microbatches > 1 else 1
-    if plan.batch < 1 or plan.batch % data or plan.batch < data * plan.microbatches:
+    even = plan.batch % data == 0 and plan.batch >= data * plan.microbatches
+    if plan.batch < 1 or not (
+        even or fills_rows(plan.batch, plan.microbatches, [plan.axes[i].size for i in plan.data])
+    ):
         need = f"a multiple of {data}, at least {data * plan.microbatches} (data ranks x microbatches)"
         raise fail(where, "$.batch", f"{plan.batch} is not legal. Legal: {need}.")
+
+
+def fills_rows(batch: int, microbatches: int, ranks: Sequence[int]) -> bool:
+    """Whether rows that the data ranks do not divide give every rank some of every microbatch: one axis alone may cut
+    them, as ``torch.chunk`` does. ``ranks``: of each axis that cuts them.
+
+    >>> fills_rows(7, 2, [2]), fills_rows(5, 1, [4]), fills_rows(7, 1, [2, 2])
+    (True, False, False)
+    """
+    rows = {batch // microbatches, -(-batch // microbatches)}
+    return len(ranks) == 1 and all(r and -(-r // ranks[0]) * (ranks[0] - 1) < r for r in rows)
 
 
 def _check_wires(plan: Plan, where: str) -> None:

@@ -6,6 +6,7 @@ Flat, names canonical, values on meta, and nothing in it that a plan could not k
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from autopar.order_by_use import order_by_use
 from autopar.passes.graph_module import graph_module
 from autopar.rejoin import rejoin
 from autopar.traps import REGION, VALUES, is_users
+from autopar.windows import strided_to_windows
 
 aten = torch.ops.aten
 CHECKS = (  # assertions about metadata that capture has proved, or that a split run cannot repeat
@@ -28,6 +30,11 @@ CHECKS = (  # assertions about metadata that capture has proved, or that a split
     "aten::sym_constrain_range",
     "aten::sym_constrain_range_for_size",
     "aten::_assert_scalar",
+)
+LIFTED = re.compile(r"(.*lifted_tensor_)(\d+)")  # the name that torch.export gives a tensor that it met in the code
+OWN_OPERAND = (
+    *(aten.to.dtype, aten.to.device, aten.to.other, aten.to.dtype_layout, aten.contiguous.default),
+    *(aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default),
 )
 REGIONS = (
     torch._C._set_grad_enabled,
@@ -52,13 +59,16 @@ def clean_graph(
     graph = inliner.graph
     rejoin(graph)
     _drop_dead(graph)
+    strided_to_windows(graph, _written_later, place)
     name_dtypes(graph)
     order_by_use(graph, kinds)
     for node in graph.nodes:
         _refuse_symbolic(node)
-    used = [str(n.target) for n in graph.nodes if n.op == "get_attr"]
-    constants = {n: inliner.tensors[n] for n in used if n not in kinds}
-    return graph_module(graph, _holder(graph, kinds)), constants
+    used = [n for n in graph.find_nodes(op="get_attr") if n.target not in kinds]
+    tensors = [inliner.tensors[str(n.target)] for n in used]
+    _number_constants(used)
+    constants = {str(n.target): tensor for n, tensor in zip(used, tensors, strict=True)}
+    return graph_module(graph, holder(graph, kinds)), constants
 
 
 class _Inliner:
@@ -110,6 +120,8 @@ class _Inliner:
             if name in ("aten::detach_", "aten::lift_fresh", "aten::lift") and source not in self.flows:
                 return source
         self._refuse_op(node, env)
+        if not self.enabled and _gives_its_operand(node):
+            return env[node.args[0]]  # type: ignore[index]
         operands = {n: env[n] if self.enabled else self.detach(env[n], node) for n in node.all_input_nodes}
         operands = self.cast(node, operands)
         new = self.graph.node_copy(node, operands.__getitem__)
@@ -206,6 +218,17 @@ class _Inliner:
             )
 
 
+def _gives_its_operand(node: fx.Node) -> bool:
+    """Whether eager returns the operand itself, which keeps its history under no_grad too."""
+    source = node.args[0] if node.args else None
+    if not isinstance(source, fx.Node) or node.target not in OWN_OPERAND:
+        return False
+    a, b = source.meta.get("val"), node.meta.get("val")
+    if argument(node, "copy") or argument(node, "train") or not isinstance(a, torch.Tensor):
+        return False
+    return isinstance(b, torch.Tensor) and (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
 def writes_in_place(node: fx.Node) -> bool:
     """Whether the op changes its first operand."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
@@ -222,6 +245,11 @@ def sharing_memory(node: fx.Node) -> set[fx.Node]:
         found.add(at)
         todo += [u for u in at.users if u not in found and u.args and u.args[0] is at and _is_view(u)]
     return found
+
+
+def _written_later(node: fx.Node) -> bool:
+    """Whether something is written, after a node, into the memory that it lies in."""
+    return any(writes_in_place(n) and node < n for n in sharing_memory(node))
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -284,6 +312,17 @@ def _drop_dead(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _number_constants(nodes: Sequence[fx.Node]) -> None:
+    """Number the tensors that tracing met in the code in the order in which they stand; it counted dead ones too."""
+    number = 0
+    for node in nodes:
+        found = LIFTED.fullmatch(str(node.target))
+        if found is not None:
+            node.target = f"{found[1]}{number}"
+            node._rename(node.graph._target_to_str(node.target).replace(".", "_"))
+            number += 1
+
+
 def _symbolic(node: fx.Node) -> bool:
     """Whether a node computes with numbers read from tensors; refused where something depends on it."""
     return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymFloat, torch.SymBool, bool, int, float))
@@ -331,7 +370,7 @@ def _users_frames(trace: str) -> Iterator[str]:
             yield line
 
 
-def _holder(graph: fx.Graph, kinds: Mapping[str, str]) -> torch.nn.Module:
+def holder(graph: fx.Graph, kinds: Mapping[str, str]) -> torch.nn.Module:
     """A module with a meta tensor under each FQN, so that the graph module is whole and copies of it cost nothing."""
     root = torch.nn.Module()
     for node in graph.find_nodes(op="get_attr"):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -15,50 +13,24 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
 
-from autopar.build import Prepared, choose, choose_along, plan_mesh, prepare, staged
-from autopar.capture import Capture, capture
-from autopar.choosing.plan_training import Planned, plan_training, solves
+from autopar.capture import Capture
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, NothingFits
-from autopar.initialise import Initialised
+from autopar.errors import AutoparError
 from autopar.measure import Measures, Measuring
-from autopar.optimizer_states import Wanted, optimizer_states
-from autopar.passes.layout import Layout
+from autopar.optimizer_states import Wanted
 from autopar.passes.lower import Local
 from autopar.pins import Pins, ResolvedPins, resolve
-from autopar.plan import Plan, Precision, loads
-from autopar.predict import predict
-from autopar.rests import resting, rests_of
-from autopar.runtime.agree import agree
+from autopar.plan import Plan, Precision
+from autopar.programs import Programs, Ready
 from autopar.runtime.finite import check_finite
-from autopar.runtime.mesh import TIMEOUT, Ranks, connect, join, naming
-from autopar.runtime.parameters import place
+from autopar.runtime.mesh import TIMEOUT, join, naming
 from autopar.runtime.program import Program
-from autopar.signature import Signature
+from autopar.solver.effort import GAP, Effort, Watch
 from autopar.solver.file import Saved
 
-_FIRST = (
-    "forward: the plan is a pipeline, and where parameters lie follows from training. Call parallel.train() and "
-    "parallel.prepare(args, kwargs), or a first step, before eval mode."
-)
-_programs = itertools.count()  # ranks compile in the same order, so the number is the same on all
 
-
-@dataclass(frozen=True)
-class Ready:
-    """One capture with its plan, the program of this rank where the plan's ranks are running, and the search behind
-    the plan where there was one here."""
-
-    captured: Capture
-    prepared: Prepared
-    plan: Plan
-    program: Program | None
-    search: Saved | None = None
-
-
-class Parallel(Initialised, Measures):
+class Parallel(Programs, Measures):
     """A model as trained on a cluster. Made by `compile`.
 
     Its parameters are DTensors under the model's own names, its buffers and ``state_dict`` keys the model's. Give
@@ -72,159 +44,12 @@ class Parallel(Initialised, Measures):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        cluster: Cluster,
-        *,
-        pins: Pins,
-        plan: Plan | None,
-        inputs: str,
-        timeout: timedelta,
-        seed: int,
-        error_if_nonfinite: bool,
-        optimizer: Wanted | None,
-        report: bool,
-        options: Mapping[str, Any],
+        self, model: nn.Module, cluster: Cluster, *, error_if_nonfinite: bool, report: bool, **planning: Any
     ) -> None:
-        super().__init__(model, cluster.ranks)
-        if inputs not in ("global", "local"):
-            raise AutoparError(
-                f"compile: inputs={inputs!r} is not known. Use "
-                "'global' (every rank has the batch) or 'local' (its rows)."
-            )
-        self._modes = {module: module.training for module in model.modules()}
-        self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
-        self._options = dict(options)
-        self._seed, self._steps = seed, 0
-        self._optimizer, self._measuring = optimizer, Measuring(report)
+        super().__init__(model, cluster, **planning)
+        self._measuring = Measuring(report)
         self.error_if_nonfinite = error_if_nonfinite  # may be set at any time, on every rank alike
-        self._ranks: Ranks | None = None
-        self._rests: dict[str, Layout] = {}
-        self._ready: dict[bool, list[Ready]] = {True: [], False: []}  # of train mode there is one
         self.training = model.training
-
-    # -- planning ---------------------------------------------------------------------------------------------------
-
-    def prepare(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Capture and plan for these example inputs, in the current mode; on a cluster emit this rank's program.
-
-        Collective. `step` and the call do it themselves when they need it. In train mode there is one program; in eval
-        mode one for each shape of the inputs. Raises AutoparError for what cannot be captured or planned.
-        """
-        mode = self.training
-        if mode and self._ready[True]:
-            raise AutoparError("prepare: training is planned already. Call compile again for other inputs.")
-        started = time.perf_counter()
-        rank, size = join(self._timeout)
-        took: dict[str, float] = {}
-        made: list[Planned] = []
-        refused: list[NothingFits] = []
-
-        def own() -> Capture:
-            captured = self._capture(args, kwargs, check=rank == 0)
-            took["capture"] = time.perf_counter() - started
-            return captured
-
-        def decide(captured: Capture) -> str:
-            try:
-                made.append(self._choose(captured))
-            except NothingFits as error:
-                refused.append(error)
-                raise
-            return made[0].plan.dumps()
-
-        try:
-            captured, text = agree("compile", own, lambda captured: captured.hash, decide, self._timeout)
-        except AutoparError:
-            if refused:  # with its plan, which the ranks' agreement has only as a line
-                raise refused[0] from None
-            raise
-        took["plan"] = time.perf_counter() - started - sum(took.values())
-        plan = replace(loads(text), timings=took | dict(made[0].seconds if made else {}))
-        prepared = made[0].prepared if made else _prepared(captured, plan)
-        program = self._emit(prepared, plan) if size == plan.ranks else None
-        search = made[0].search if made else None
-        self._ready[mode].append(Ready(captured, prepared, plan, program, search))
-
-    def _capture(self, args: Sequence[Any], kwargs: Mapping[str, Any], check: bool) -> Capture:
-        model, mode, options = self._model[0], self.training, dict(self._options)
-        if not mode:
-            options |= {"loss": None, "loss_required": False, "global_batch": None}
-        if self._inputs == "local" and options["global_batch"] is None:
-            examples = Signature.of(model, args, kwargs, options["batch_dims"] or {}, options["loss"] is not None)
-            options["global_batch"] = examples.rows * self._data_ranks()
-        kept = mode and self._modes[model]
-        with _in_modes(self._modes if kept else dict.fromkeys(self._modes, mode), after=self._modes):
-            captured = capture(model, args, kwargs, check=check, **options)
-        if self._optimizer is None:
-            return captured
-        return replace(captured, optimizer=optimizer_states(self._optimizer, captured.parameters.values()))
-
-    def _choose(self, captured: Capture) -> Planned:
-        """The plan: the given one, or one for the pins, for parameters that rest where they rest already."""
-        cluster, training = self._cluster, self._training()
-        if captured.training and self._given is not None:
-            prepared = _prepared(captured, self._given)
-            plan = resting(self._given, self._rests or rests_of(self._given))
-            plan = plan if self._optimizer is None else replace(plan, optimizer=captured.optimizer)
-        elif captured.training:
-            return plan_training(captured, self._pins, cluster, self._rests)
-        else:
-            prepared = prepare(captured, 1)
-            if training is not None:
-                plan = choose_along(prepared, training, cluster, self._read(training))
-            else:
-                pins = replace(self._pins, microbatches=None)
-                if (pins.pp or 1) > 1:
-                    raise AutoparError(_FIRST)
-                plan = choose(prepared, resolve(pins, cluster.ranks, captured.batch), cluster)
-            plan = resting(plan, self._rests) if self._rests else plan
-        return Planned(predict(plan, prepared, cluster), prepared)
-
-    def _read(self, training: Plan) -> Mapping[str, tuple[int, ...]]:
-        """The stages of a pipeline that read each parameter in training."""
-        if training.pp == 1:
-            return {}
-        if not self._ready[True]:
-            raise AutoparError(_FIRST)
-        return staged(training, self._ready[True][0].prepared).read
-
-    def _training(self) -> Plan | None:
-        """The plan of training, where there is one by now."""
-        return self._given or next((ready.plan for ready in self._ready[True]), None)
-
-    def _emit(self, prepared: Prepared, plan: Plan) -> Program:
-        if self._ranks is None:
-            self._ranks = connect(plan_mesh(plan), self._timeout, plan.pp)
-        ranks = self._ranks.for_mesh(plan_mesh(plan))
-        ranks = replace(ranks, store=PrefixStore(f"program/{next(_programs)}", ranks.store))
-        with naming(ranks, 0):
-            model = staged(plan, prepared)
-            constants = {name: prepared.captured.constants[name] for name in model.whole.constants}
-            empty = next((name for name, tensor in constants.items() if tensor.is_meta), None)
-            if empty is not None:
-                raise AutoparError(
-                    f"{empty}: is a tensor on the meta device and neither parameter nor buffer, so nothing gives it a "
-                    "value. Make it a buffer, or build the model by autopar.deferred_init."
-                )
-            if not self._held:
-                self._adopt(place(self._model[0], model.uses, ranks, model.holders))
-                self._rests = rests_of(plan)
-            program = Program(model.locals(ranks), self._names("step"), ranks, constants, self._seed, model.pipeline)
-            program.steps = self._steps
-            return program
-
-    def _data_ranks(self) -> int:
-        """Into how many pieces the ranks cut the batch, as known before there is a plan."""
-        training = self._training()
-        if training is not None:
-            return math.prod(training.axes[i].size for i in training.data)
-        if self.training and solves(self._pins):
-            raise AutoparError(
-                "compile: inputs='local' says how many rows this rank has, but how many ranks cut the batch is not "
-                "decided yet. Give global_batch=, or pin dp."
-            )
-        return self._pins.dp or self._cluster.ranks // (self._pins.sequence * (self._pins.tp or 1))
 
     # -- running ----------------------------------------------------------------------------------------------------
 
@@ -232,8 +57,9 @@ class Parallel(Initialised, Measures):
         """Forward and backward of the whole global batch; returns its loss, 0-d, the same on every rank.
 
         Takes what the model's forward takes (with ``loss=`` also what only the loss takes). Adds to ``.grad`` as
-        ``backward()`` does; buffers are updated in place. Raises AutoparError for inputs that do not fit the plan and
-        where another rank does not answer.
+        ``backward()`` does; buffers are updated in place. Another number of rows or another length is compiled when it
+        first comes, under the same plan (`prepare` does it ahead). Raises AutoparError for inputs that the model does
+        not take or the plan cannot hold, and where another rank does not answer.
         """
         return self._step(args, kwargs, outputs=False)[1][0]
 
@@ -254,7 +80,8 @@ class Parallel(Initialised, Measures):
         ready, program, tensors = self._call(args, kwargs)
         self.refuse_without_values("step")
         run = partial(program.step, tensors, inputs_are=self._inputs, outputs=outputs)
-        made = self._measuring.run(program, ready.plan, run)
+        with self._counted(program):
+            made = self._measuring.run(program, ready.plan, run)
         if self.error_if_nonfinite:
             with naming(program.ranks, program.steps):
                 check_finite(self._names("step"), program.ranks, made[0], program.steps)
@@ -273,7 +100,8 @@ class Parallel(Initialised, Measures):
             )
         ready, program, tensors = self._call(args, kwargs)
         self.refuse_without_values("forward")
-        leaves = program.forward(tensors, inputs_are=self._inputs)
+        with self._counted(program):
+            leaves = program.forward(tensors, inputs_are=self._inputs)
         made = ready.captured.unflatten_outputs(leaves)
         return made[1] if ready.captured.has_loss and ready.captured.outputs.loss_leaf is None else made
 
@@ -284,24 +112,22 @@ class Parallel(Initialised, Measures):
                 "autocast: is on around the step (the plan computes in the model's own dtypes). Leave it, or cast the "
                 "model before compile."
             )
-        mode = self.training
-        for ready in self._ready[False] * (not mode):
-            program = self._program(ready)
-            with suppress(AutoparError):
-                return ready, program, self._tensors(ready, program, args, kwargs)
-        if not mode or not self._ready[True]:
-            self.prepare(args, kwargs)
-        ready = self._ready[mode][-1]
-        program = self._program(ready)
-        with naming(program.ranks, program.steps + 1):
-            return ready, program, self._tensors(ready, program, args, kwargs)
+        for first in self._ready[self.training][:1]:
+            self._program(first)
+        found = self._find(args, kwargs)
+        if found is None:
+            self._make(args, kwargs)
+            ready = self._ready[self.training][-1]
+            found = ready, self._tensors(ready.captured, args, kwargs)
+        ready, tensors = found
+        return ready, self._program(ready), tensors
 
-    def _tensors(
-        self, ready: Ready, program: Program, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Tensor, ...]:
-        batch = ready.captured.batch
-        rows = batch // program.data_world_size if self._inputs == "local" else batch
-        return ready.captured.flatten_inputs(args, kwargs, rows=rows)
+    @contextmanager
+    def _counted(self, program: Program) -> Iterator[None]:
+        """The programs of a mode draw random numbers by one count of its steps."""
+        program.steps = self._counts[self.training]
+        yield
+        self._counts[self.training] = program.steps
 
     def _program(self, ready: Ready) -> Program:
         if ready.program is None:
@@ -315,15 +141,11 @@ class Parallel(Initialised, Measures):
     @property
     def steps(self) -> int:
         """The steps of training so far, by which random ops draw. Set it, on every rank, to go on where a run ended."""
-        program = self._ready[True][0].program if self._ready[True] else None
-        return self._steps if program is None else program.steps
+        return self._counts[True]
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        self._steps = steps
-        for ready in self._ready[True]:
-            if ready.program is not None:
-                ready.program.steps = steps
+        self._counts[True] = steps
 
     @property
     def seed(self) -> int:
@@ -423,6 +245,9 @@ def compile(
     error_if_nonfinite: bool = False,
     optimizer: Wanted | None = None,
     report: bool = False,
+    gap: float = GAP,
+    time_limit: float | None = None,
+    watch: Watch | None = None,
 ) -> Parallel:
     """Plan ``model`` for ``cluster``, rewrite it, and emit the program of this rank. Collective under torchrun.
 
@@ -443,6 +268,8 @@ def compile(
     ``optimizer``: what will train the model (default AdamW), so that plans count the bytes of its states: a class, a
     name as ``"sgd,momentum=0.9"``, or a function of a list of parameters (`autopar.optimizer_states`). ``report``:
     rank 0 logs, as "autopar" at INFO, how long the third step took beside what was predicted (`Parallel.measure`).
+    ``gap``: relative, how near to the best a plan must be proved; ``time_limit``: seconds after which the search ends
+    as soon as it knows a plan, whose proof then says how far off that may be; ``watch``: see `solver.effort.Watch`.
 
     Raises AutoparError, one line, for whatever cannot be done exactly as asked; NothingFits, with the plan that comes
     closest, where none that keeps the pins fits the memory of a rank.
@@ -487,15 +314,12 @@ def compile(
         error_if_nonfinite=error_if_nonfinite,
         optimizer=optimizer,
         report=report,
+        effort=Effort(gap, time_limit, watch),
         options=options,
     )
     if args is not None or kwargs is not None:
         parallel.prepare(tuple(args or ()), dict(kwargs or {}))
     return parallel
-
-
-def _prepared(captured: Capture, plan: Plan) -> Prepared:
-    return prepare(captured, plan.microbatches, forwards_first=plan.forwards_first)
 
 
 def _refuse_beside_plan(plan: Plan, pins: Pins, cluster: Cluster, global_batch: int | None) -> None:
@@ -510,18 +334,6 @@ def _refuse_beside_plan(plan: Plan, pins: Pins, cluster: Cluster, global_batch: 
         raise AutoparError(
             f"compile: global_batch={global_batch}, the plan is for {plan.batch} rows. Leave it out, or plan again."
         )
-
-
-@contextmanager
-def _in_modes(modes: Mapping[nn.Module, bool], after: Mapping[nn.Module, bool]) -> Iterator[None]:
-    """Every module in its mode, and afterwards as the user had it."""
-    try:
-        for module, mode in modes.items():
-            module.training = mode
-        yield
-    finally:
-        for module, mode in after.items():
-            module.training = mode
 
 
 __all__ = ["Parallel", "ResolvedPins", "compile"]

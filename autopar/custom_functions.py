@@ -1,8 +1,8 @@
 """A model's own autograd.Function, captured as the ops of its forward where their derivative is its backward.
 
 torch.export would trace the forward under no_grad, so that the gradient stops there. Here it is traced as plain ops.
-Afterwards `refuse_other_backwards` runs the function itself and its forward's ops on random inputs of the same shapes:
-where values or gradients differ (a straight-through or reversed gradient), the model is refused.
+Afterwards `other_backwards` runs the function itself and its forward's ops on random inputs of the same shapes: where
+values or gradients differ (a straight-through or reversed gradient), the function is one opaque node (`opaque_calls`).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from unittest.mock import patch
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from autopar.errors import AutoparError
-
 SPREADS = (1.0, 8.0, 0.05)  # of the random inputs: usual, where functions saturate, near zero
 CLOSE = 1e-7  # of the largest value, in float64: constants that a backward writes out are rounded to fp32
 SEED = 20
 
 Function = torch.autograd.Function
+Opaque = Callable[[type, tuple[Any, ...]], Callable[[], Any] | None]
+"""Of a function and its arguments: how to call it as one node, or None where its forward's ops stand for it."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class Applied:
 
 
 @contextmanager
-def inlined(where: Callable[[], str], applied: list[Applied]) -> Iterator[None]:
-    """While a model is traced, run ``forward`` of users' functions in place of ``apply`` and list the calls."""
+def inlined(where: Callable[[], str], applied: list[Applied], opaque: Opaque) -> Iterator[None]:
+    """While a model is traced, run ``forward`` of users' functions in place of ``apply`` and list the calls, but for
+    those that are ``opaque``."""
     module = torch.autograd.function
     asked: Callable[[Any], Any] = module._is_setup_context_defined
     active: Callable[[], bool] = torch._C._are_functorch_transforms_active
@@ -60,6 +61,9 @@ def inlined(where: Callable[[], str], applied: list[Applied]) -> Iterator[None]:
             return taken(cls, *args, **kwargs)
         if kwargs:
             args = (*args, *kwargs.values())
+        one = opaque(cls, args)
+        if one is not None:
+            return one()
         applied.append(Applied(cls, tree_map(_meta, args), where()))
         return forward_of(cls, args)
 
@@ -96,7 +100,7 @@ class _Context:
         """Nothing to do."""
 
     def mark_non_differentiable(self, *tensors: Any) -> None:
-        """Nothing to do: `refuse_other_backwards` would see a gradient that the function does not give."""
+        """Nothing to do: `other_backwards` would see a gradient that the function does not give."""
 
     def mark_dirty(self, *tensors: Any) -> None:
         """Nothing to do: ops in place are traced as such."""
@@ -112,22 +116,21 @@ def forward_of(cls: Any, args: Sequence[Any]) -> Any:
     return cls.forward(_Context(args), *args)
 
 
-def refuse_other_backwards(applied: Sequence[Applied]) -> None:
-    """Raise AutoparError for the first function whose backward is not the derivative of its forward."""
+def other_backwards(applied: Sequence[Applied]) -> dict[type, str]:
+    """The functions whose backward is not the derivative of their forward: where they are called, and what differs."""
+    found: dict[type, str] = {}
     seen = set()
     for call in applied:
         key = (call.function, repr(tree_map(_kind, call.args)))
-        if key in seen:
+        if key in seen or call.function in found:
             continue
         seen.add(key)
         with torch.random.fork_rng([]), torch.enable_grad():
             torch.manual_seed(SEED)
             why = next((w for spread in SPREADS if (w := _difference(call, spread))), "")
         if why:
-            raise AutoparError(
-                f"{call.where}: autograd.Function {call.function.__name__} {why} (capture takes the derivative of its "
-                "forward). Write it with plain ops, or as a torch.library.custom_op with register_autograd."
-            )
+            found[call.function] = f"{call.where}: autograd.Function {call.function.__name__} {why}"
+    return found
 
 
 def _difference(call: Applied, spread: float) -> str:
@@ -164,13 +167,25 @@ def _alike(a: Sequence[Any], b: Sequence[Any]) -> bool:
         x, y = (torch.zeros(()) if t is None and (y is None or x is None) else t for t in (x, y))
         wide = torch.complex128 if x.is_complex() else torch.float64
         x, y = x.to(wide), y.to(wide)
-        largest = max((float(t.abs().max()) for t in (x, y) if t.numel()), default=0.0)
+        largest = max((float(t.abs().nan_to_num(0.0, 0.0).max()) for t in (x, y) if t.numel()), default=0.0)
         shape = x.shape if x.dim() else y.shape  # a missing gradient is a zero of any shape
         if (y.dim() and y.shape != shape) or not torch.allclose(
             x.expand(shape), y.expand(shape), rtol=0, atol=CLOSE * largest, equal_nan=True
         ):
             return False
     return True
+
+
+def sampled(args: Any, spread: float) -> Any:
+    """``args`` with random tensors for its tensors, float64 where they are floating, the same in every call."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(SEED)
+        return tree_map(lambda a: _sample(a, spread), args)
+
+
+def described(args: Any) -> Any:
+    """``args`` with meta tensors for its tensors."""
+    return tree_map(_meta, args)
 
 
 def _sample(a: Any, spread: float) -> Any:

@@ -219,7 +219,7 @@ class _Dry(Program):
             for name, update in zip(step.local.buffer_updates, step.updates, strict=True):
                 self.tensors.get_buffer(name).copy_(update)
 
-    def _weights(self, stage: Stage, letters: Sequence[str], *, train: bool) -> Weights:
+    def _weights(self, stage: Stage, letters: Sequence[str]) -> Weights:
         uses = stage.local.parameters
         rests = [self.rests[u.fqn].detach() for u in uses]
         return Weights(stage.ways, uses, rests, [u.trainable for u in uses], letters)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import io
 import logging
@@ -10,7 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
@@ -20,16 +21,18 @@ from torch._export.passes import replace_autocast_with_hop_pass, replace_set_gra
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from autopar.clean_graph import clean_graph, sharing_memory, writes_in_place
-from autopar.custom_functions import Applied
+from autopar.custom_functions import Applied, described, forward_of, sampled
 from autopar.errors import AutoparError
+from autopar.example_values import INPUT, PARAMETER
 from autopar.mixed_precision import cast, parameters_in, refuse_mixed, replaced, slots, to_cast
+from autopar.opaque_calls import apply_function
 from autopar.python_state import python_state_kept
 from autopar.signature import Signature
 from autopar.traps import refuse_failure, watched_trace
-from autopar.trees import Tree, flatten
+from autopar.trees import PLAIN, Tree, flatten
+from autopar.ways import Ways
 
 Loss = Callable[..., torch.Tensor]
-PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class Call:
     loss: Loss | None
     loss_required: bool
     param_dtype: torch.dtype | None = None  # of the parameters and of forward's floating inputs (None: their own)
+    ways: Ways = field(default_factory=Ways)
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Outputs, bool]:
         """The loss (if any) and the other tensor leaves; the output's structure; whether there is a loss."""
@@ -86,6 +90,20 @@ class Call:
     def trainable(self) -> dict[str, nn.Parameter]:
         """Parameters that get a gradient: none where only the forward is wanted."""
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad and self.loss_required}
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """Canonical FQN of every parameter and buffer -> ``trainable``, ``frozen`` or ``buffer``."""
+        kinds = {n: "buffer" for n, _ in self.model.named_buffers()}
+        kinds |= {n: "frozen" for n, _ in self.model.named_parameters()}
+        return kinds | dict.fromkeys(self.trainable, "trainable")
+
+    def opaque(self, function: type, args: tuple[Any, ...]) -> Callable[[], Any] | None:
+        """How to call an autograd.Function as one node; None where it is not to be."""
+        if function not in self.ways.functions:
+            return None
+        sample = functools.partial(sampled, described(args))
+        return functools.partial(apply_function, self.ways.numbers, function, args, forward_of, sample)
 
     def _given_loss(self, out: Any, args: Sequence[Any], kwargs: dict[str, Any], extra: dict[str, Any]) -> Any:
         assert self.loss is not None
@@ -116,6 +134,36 @@ class Call:
         raise AutoparError(f"loss: is {what} (a step needs one real number). Return a 0-d float tensor.")
 
 
+@dataclass(frozen=True)
+class Trace:
+    """What a trace runs, and what it learns by the way."""
+
+    flat: Flat
+    mode: FakeTensorMode
+    inputs: tuple[torch.Tensor, ...]  # fake, of the rows asked for
+    hints: list[str]
+    applied: list[Applied]
+
+
+@contextlib.contextmanager
+def tracing(call: Call, rows: int, *, all_fake: bool = False) -> Iterator[Trace]:
+    """The state that the model is traced in at ``rows`` rows: on fake CPU tensors, watched, and quiet. ``all_fake``:
+    real tensors of the model have stand-ins too, as torch.export makes them for itself."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, export=True)
+    with mode:
+        inputs = tuple(torch.empty(s.at(rows).shape, dtype=s.dtype) for s in call.signature.inputs)
+    trace = Trace(Flat(call, rows), mode, inputs, [], [])
+    with (
+        _on_cpu(trace.flat, mode, call.param_dtype, all_fake),
+        torch.enable_grad(),
+        _quiet(),
+        _regions_stay_nodes(),
+        _countable(call.model),
+        watched_trace(call.model, trace.hints, call.loss_required, trace.applied, call.opaque),
+    ):
+        yield trace
+
+
 def export_model(call: Call, rows: int) -> Exported:
     """Export the model and its loss at ``rows`` rows; computes nothing and leaves the model as it is.
 
@@ -124,28 +172,14 @@ def export_model(call: Call, rows: int) -> Exported:
 
     Raises AutoparError where the model cannot be traced or what it does cannot be kept.
     """
-    hints: list[str] = []
-    applied: list[Applied] = []
-    flat = _Flat(call)
-    mode = FakeTensorMode(allow_non_fake_inputs=True, export=True)
-    with mode:
-        inputs = tuple(torch.empty(s.at(rows).shape, dtype=s.dtype) for s in call.signature.inputs)
     try:
-        with (
-            _on_cpu(flat, mode, call.param_dtype),
-            torch.enable_grad(),
-            _quiet(),
-            _regions_stay_nodes(),
-            _countable(call.model),
-            watched_trace(call.model, hints, call.loss_required, applied),
-        ):
-            program = torch.export.export(flat, inputs, strict=False).module(check_guards=False)
+        with tracing(call, rows) as trace:
+            program = torch.export.export(trace.flat, trace.inputs, strict=False).module(check_guards=False)
     except Exception as error:
         raise refuse_failure(call.model, error, rows, call.signature.rows, call.param_dtype) from error
+    flat, hints, applied = trace.flat, trace.hints, trace.applied
     assert isinstance(program, fx.GraphModule)
-    model = call.model
-    kinds = {n: "buffer" for n, _ in model.named_buffers()} | {n: "frozen" for n, _ in model.named_parameters()}
-    kinds |= dict.fromkeys(call.trainable, "trainable")
+    model, kinds = call.model, call.kinds
     graph, constants = clean_graph(program, [s.name for s in call.signature.inputs], aliases_of(model), kinds)
     constants = {name: _own(flat, name, tensor) for name, tensor in constants.items()}
     stale = next((name for name, tensor in constants.items() if isinstance(tensor, FakeTensor)), None)
@@ -156,7 +190,7 @@ def export_model(call: Call, rows: int) -> Exported:
         )
     if call.param_dtype is not None:
         refuse_mixed(graph, call.param_dtype)
-    outputs = _without_opaque(flat.seen.outputs, hints)
+    outputs = without_opaque(flat.seen.outputs, hints)
     if flat.seen.has_loss and call.loss_required and not _learns(graph, kinds):
         raise AutoparError(
             f"{type(model).__name__}: its loss depends on no parameter that requires a gradient (frozen, under "
@@ -185,25 +219,36 @@ class _Seen:
     changed: tuple[str, ...]
 
 
-class _Flat(nn.Module):
+class Flat(nn.Module):
     """The model and its loss with flat tensors in and out."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, rows: int) -> None:
         super().__init__()
         self.model = call.model
         self.training = call.model.training
         if isinstance(call.loss, nn.Module):
             self.given_loss = call.loss
         self.call, self.seen = call, _Seen()
+        self.around = functools.partial(
+            call.ways.around, call.model, _held(self), functools.partial(call.signature.example, rows)
+        )
 
     def forward(self, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
         held = buffer_slots(self.model)
         with python_state_kept(self.model) as changed:
-            tensors, self.seen.outputs, self.seen.has_loss = self.call(leaves)
+            with self.around() as hold:
+                tensors, self.seen.outputs, self.seen.has_loss = self.call(leaves)
+                tensors = hold(tensors)
             self.seen.changed = changed()
         for name, module, key, tensor in held:
             _write_back(name, module, key, tensor)
         return tensors
+
+
+def _held(flat: nn.Module) -> list[tuple[torch.Tensor, str]]:
+    """Its parameters and buffers by all their names, in the order of torch.export."""
+    parameters = [(t, PARAMETER) for _, t in flat.named_parameters(remove_duplicate=False)]
+    return [*parameters, *((t, INPUT) for _, t in flat.named_buffers(remove_duplicate=False))]
 
 
 def buffer_slots(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
@@ -245,7 +290,7 @@ def _returned_loss(out: Any) -> Any:
     return found
 
 
-def _without_opaque(outputs: Outputs, hints: list[str]) -> Outputs:
+def without_opaque(outputs: Outputs, hints: list[str]) -> Outputs:
     """Leaves that are neither tensors nor plain values (a key-value cache) are returned as None, and a hint says so."""
     constants = dict(outputs.constants)
     for i, leaf in constants.items():
@@ -305,14 +350,14 @@ def _as_it_is(program: fx.GraphModule, signature: Any) -> tuple[fx.GraphModule, 
 
 
 @contextlib.contextmanager
-def _on_cpu(flat: _Flat, mode: FakeTensorMode, param_dtype: torch.dtype | None) -> Iterator[None]:
+def _on_cpu(flat: Flat, mode: FakeTensorMode, param_dtype: torch.dtype | None, all_fake: bool) -> Iterator[None]:
     """While traced, fake CPU tensors stand for parameters, buffers and tensor attributes that are elsewhere, and for
     parameters of another dtype than they are computed with."""
     dtypes = {id(p): param_dtype for p in to_cast(flat.call.model, param_dtype)}
     stand_ins: dict[int, torch.Tensor] = {}
     for _, _, tensor in slots(flat):
         dtype = dtypes.get(id(tensor)) or tensor.dtype
-        if tensor.device.type != "cpu" or dtype != tensor.dtype:
+        if all_fake or tensor.device.type != "cpu" or dtype != tensor.dtype:
             stand_ins.setdefault(id(tensor), _stand_in(tensor, mode, dtype))
     with replaced(flat, stand_ins):
         yield

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 
 from autopar.errors import AutoparError
 from autopar.schema import read_file
+from autopar.solver.pipes import IN_SIMULATOR
 from autopar.solver.simulate.actions import Schedule
 from autopar.solver.simulate.check import check_schedule, schedule_from_words
 from autopar.solver.simulate.schedules import schedule
 
 Words = tuple[tuple[str, ...], ...]
-IN_SIMULATOR = {"zero_bubble": "zb-h1"}
-"""What the simulator calls a schedule, where that is another name."""
 FORM = 'a JSON list of one list a pipeline rank, of words as "F0.2" (F, B, I or W; chunk; microbatch)'
 
 

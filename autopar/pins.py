@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -26,8 +26,7 @@ from autopar.errors import AutoparError
 from autopar.orders import Words, read_words, size_of
 from autopar.schema import nearest
 
-DEGREES = ("dp", "tp", "pp", "cp", "ep")  # axes of ranks, outermost to innermost is pp dp cp tp
-SEQUENCE = "cp"  # the axis that ``sp=N`` makes
+SEQUENCE = "cp"  # the axis of the sequence; ``sp=N`` is another word for ``cp=N``
 WORDS = {
     "recompute": ("none", "selective", "full"),
     "schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
@@ -35,25 +34,19 @@ WORDS = {
     "reduce_dtype": ("fp32", "bf16", "fp16"),
 }
 LAYOUT = "layout."
+HOLDING = ("dp", SEQUENCE, "tp")  # axes of one stage's ranks, over which parameters may rest in pieces
 OWN = ".json"  # how the name of a file ends that lists a schedule of the user's own
-_LATER = {
-    "cp": "context parallelism comes with a later release",
-    "ep": "expert parallelism comes with a later release",
-    "layouts": "pinned layouts come with a later release",
-}
-_NO_OP = {
-    "cp": 1,
-    "ep": 1,
-}
+AT_REST = re.compile(r"R|S\d+")  # how a parameter rests on an axis, as its DTensor has it: Replicate() or Shard(dim)
 
 
 @dataclass(frozen=True)
 class Pins:
-    """What the user fixed; None (or empty) where nothing was said. ``sp``: True along the tensor axis, N over its
-    own axis. ``schedule``: a word of `WORDS`, or the path of a user's own (`autopar.orders`). ``cut``: modules that
-    each begin a new stage.
+    """What the user fixed; None (or empty) where nothing was said. ``cp``: ranks of the sequence's own axis; ``sp``:
+    True along the tensor axis, N as ``cp``. ``schedule``: a word of `WORDS`, or the path of a user's own
+    (`autopar.orders`). ``cut``: modules that each begin a new stage.
 
-    ``layouts``: parameter or module FQN -> one word a pinned axis, ``{"tp": "S0"}``.
+    ``layouts``: FQN of a parameter, in which ``*`` stands for any text -> how it rests, one word a pinned axis,
+    ``{"tp": "S0"}``.
     """
 
     dp: int | None = None
@@ -115,13 +108,35 @@ class Pins:
 
     @property
     def sequence(self) -> int:
-        """Ranks of the axis over which ``sp=N`` cuts the sequence; 1 where it makes none."""
-        return self.sp if isinstance(self.sp, int) and not isinstance(self.sp, bool) else 1
+        """Ranks of the axis over which ``cp=N`` or ``sp=N`` cuts the sequence; 1 where there is none."""
+        return max(self.cp or 1, self.sp if isinstance(self.sp, int) else 1)  # True is 1
 
     @property
     def axes(self) -> bool:
-        """Whether they say what the axes are for: ``dp``, ``tp`` or ``sp=N`` is given."""
-        return self.dp is not None or self.tp is not None or self.sequence > 1
+        """Whether they say what the axes are for: ``dp``, ``tp``, ``cp=N`` or a layout is given."""
+        return self.dp is not None or self.tp is not None or self.sequence > 1 or bool(self.layouts)
+
+    @property
+    def in_pieces(self) -> bool:
+        """Whether a layout has a parameter rest in pieces over an axis that cuts data, as stages of ZeRO do."""
+        return any(axis != "tp" and word != "R" for _, words in self.layouts for axis, word in words)
+
+    def at_rest(self, names: Iterable[str]) -> dict[str, str]:
+        """How a parameter of these names must rest, by axis: of several pins that mean it, the last one's word."""
+        found: dict[str, str] = {}
+        for pattern, words in self.layouts:
+            if any(is_named(name, pattern) for name in names):
+                found |= dict(words)
+        return found
+
+
+def is_named(name: str, pattern: str) -> bool:
+    """Whether a pattern means a name: ``*`` stands for any text.
+
+    >>> is_named("h.0.fc.weight", "h.*.fc.weight"), is_named("h.0.fc.bias", "h.*.fc.weight")
+    (True, False)
+    """
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name) is not None
 
 
 KEYS = tuple(f.name for f in fields(Pins) if f.name != "layouts")
@@ -129,31 +144,29 @@ KEYS = tuple(f.name for f in fields(Pins) if f.name != "layouts")
 
 @dataclass(frozen=True)
 class ResolvedPins:
-    """Pins with nothing left open: every rank has its place. ``sp``: ranks of the sequence's own axis; ``rows``: batch
+    """Pins with nothing left open: every rank has its place. ``cp``: ranks of the sequence's own axis; ``rows``: batch
     rows of each microbatch (over all of dp), empty where the batch was not given. ``virtual``: chunks that every rank
     of the pipeline has; ``words``: the user's own schedule, by rank, where there is one."""
 
     dp: int
-    sp: int
+    cp: int
     tp: int
     zero: int
     microbatches: int
     rows: tuple[int, ...]
     pins: Pins
     pp: int = 1
-    cp: int = 1
-    ep: int = 1
     virtual: int = 1
     words: Words = ()
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.sp * self.tp * self.pp * self.cp
+        return self.dp * self.cp * self.tp * self.pp
 
     def axes(self) -> tuple[tuple[str, int], ...]:
         """(name, size) of the axes of more than one rank, outermost first; the last one's ranks are neighbours. Those
         of one stage: its ranks stand side by side."""
-        found = (("dp", self.dp), (SEQUENCE, self.sp), ("tp", self.tp))
+        found = (("dp", self.dp), (SEQUENCE, self.cp), ("tp", self.tp))
         return tuple((name, size) for name, size in found if size > 1)
 
     @property
@@ -169,12 +182,12 @@ class ResolvedPins:
         return self.pins.schedule or ("accumulate" if self.pp == 1 else "interleaved" if self.virtual > 1 else "1f1b")
 
     def one_line(self) -> str:
-        """``dp=2 tp=2 zero=3 microbatches=3``, with ``pp=2`` in a pipeline, ``sp=2`` where the sequence has an axis."""
+        """``dp=2 tp=2 zero=3 microbatches=3``, with ``pp=2`` in a pipeline, ``cp=2`` where the sequence has an axis."""
         pp = f"pp={self.pp} " if self.pp > 1 else ""
         order = f" schedule={self.schedule}" if self.pp > 1 else ""
-        sp = f" sp={self.sp}" if self.sp > 1 else ""
+        cp = f" cp={self.cp}" if self.cp > 1 else ""
         again = f" recompute={self.recompute}" if self.recompute != "none" else ""
-        return f"{pp}dp={self.dp}{sp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}{order}{again}"
+        return f"{pp}dp={self.dp}{cp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}{order}{again}"
 
 
 def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
@@ -189,24 +202,37 @@ def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
     virtual, words = _pipeline(pins, ranks)
     whole, pp = ranks, pins.pp or 1
     ranks //= pp  # of one stage
-    sp, tp = pins.sequence, pins.tp or 1
+    cp, tp = pins.sequence, pins.tp or 1
     where = _n(ranks, "rank") + (f" of a stage (pp={pp} of {whole})" if pp > 1 else "")
-    inner = " ".join(f"{k}={v}" for k, v in (("sp", sp), ("tp", tp)) if v > 1) or "tp=1"
-    if ranks % (sp * tp):
-        pairs = [(s, d) for d in divisors(ranks) for s in (divisors(ranks // d) if sp > 1 else [1])]
-        legal = ", ".join(f"sp={s} tp={d}" if sp > 1 else f"tp={d}" for s, d in pairs if s > 1 or sp == 1)
-        raise AutoparError(f"pins: {inner} does not divide {where}. Legal: {legal or 'no sp'}.")
-    dp = pins.dp if pins.dp is not None else ranks // (sp * tp)
-    if dp * sp * tp != ranks:
-        named = (("pp", pins.pp), ("dp", pins.dp), ("sp", sp if sp > 1 else None), ("tp", pins.tp))
+    inner = " ".join(f"{k}={v}" for k, v in (("cp", cp), ("tp", tp)) if v > 1) or "tp=1"
+    if ranks % (cp * tp):
+        pairs = [(s, d) for d in divisors(ranks) for s in (divisors(ranks // d) if cp > 1 else [1])]
+        legal = ", ".join(f"cp={s} tp={d}" if cp > 1 else f"tp={d}" for s, d in pairs if s > 1 or cp == 1)
+        raise AutoparError(f"pins: {inner} does not divide {where}. Legal: {legal or 'no cp'}.")
+    dp = pins.dp if pins.dp is not None else ranks // (cp * tp)
+    if dp * cp * tp != ranks:
+        named = (("pp", pins.pp), ("dp", pins.dp), ("cp", cp if cp > 1 else None), ("tp", pins.tp))
         given = " ".join(f"{k}={v}" for k, v in named if v is not None)
-        legal = ", ".join(_places(ranks, sp))
+        legal = ", ".join(_places(ranks, cp))
         more = f" with pp={pp}" if pp > 1 else ""
-        made = _n(pp * dp * sp * tp, "rank")
+        made = _n(pp * dp * cp * tp, "rank")
         raise AutoparError(f"pins: {given} makes {made}, there are {whole}. Legal{more}: {legal}.")
     count = pins.microbatches or (size_of(words)[1] if words else 1)
-    rows = _divide_batch(batch, ranks, dp, sp, count) if batch is not None else ()
-    return ResolvedPins(dp, sp, tp, pins.zero or 0, count, rows, pins, pp, virtual=virtual, words=words)
+    rows = _divide_batch(batch, ranks, dp, cp, count) if batch is not None else ()
+    found = ResolvedPins(dp, cp, tp, pins.zero or 0, count, rows, pins, pp, virtual=virtual, words=words)
+    _refuse_absent_axes(pins, [name for name, _ in found.axes()])
+    return found
+
+
+def _refuse_absent_axes(pins: Pins, axes: Sequence[str]) -> None:
+    for fqn, words in pins.layouts:
+        for axis, word in words:
+            if axis not in axes:
+                legal = f"Legal: {', '.join(axes)}" if axes else "There is one rank"
+                raise AutoparError(
+                    f"pin {LAYOUT}{fqn}={axis}:{word}: no axis {axis!r} holds parameters here. {legal}; "
+                    f"or pin {axis}=2."
+                )
 
 
 def _pipeline(pins: Pins, ranks: int) -> tuple[int, Words]:
@@ -247,11 +273,11 @@ def _own_chunks(pins: Pins, words: Words, pp: int) -> int:
     return chunks
 
 
-def _places(ranks: int, sp: int, batch: int = 0) -> list[str]:
+def _places(ranks: int, cp: int, batch: int = 0) -> list[str]:
     """The legal degrees with so many ranks along the sequence, those that divide ``batch``."""
-    if ranks % sp:
-        return [f"{_n(sp, 'rank')} or a multiple"]
-    each, word = ranks // sp, f" sp={sp}" if sp > 1 else ""
+    if ranks % cp:
+        return [f"{_n(cp, 'rank')} or a multiple"]
+    each, word = ranks // cp, f" cp={cp}" if cp > 1 else ""
     return [f"dp={each // d}{word} tp={d}" for d in divisors(each) if batch % (each // d) == 0]
 
 
@@ -273,11 +299,11 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def _divide_batch(batch: int, ranks: int, dp: int, sp: int, count: int) -> tuple[int, ...]:
+def _divide_batch(batch: int, ranks: int, dp: int, cp: int, count: int) -> tuple[int, ...]:
     if batch < 1:
         raise AutoparError(f"batch: {batch} is not a number of rows. Legal: 1 or more.")
     if batch % dp:
-        pairs = ", ".join(reversed(_places(ranks, sp, batch)))
+        pairs = ", ".join(reversed(_places(ranks, cp, batch)))
         raise AutoparError(
             f"pins: dp={dp} does not divide the batch of {_n(batch, 'row')}. "
             f"Legal on {_n(ranks, 'rank')}: {pairs}; or a batch that is a multiple of {dp}."
@@ -292,14 +318,15 @@ def _divide_batch(batch: int, ranks: int, dp: int, sp: int, count: int) -> tuple
 
 def _refuse_unsupported(pins: Pins) -> None:
     if pins.sp is True and (pins.tp or 1) == 1:
-        raise AutoparError("pin sp=true: needs tensor ranks to cut the sequence over. Pin tp=2 or more, or sp=N.")
-    for key, why in _LATER.items():
-        value = getattr(pins, key)
-        if value in (None, ()) or (key in _NO_OP and value == _NO_OP[key]):
-            continue
-        shown = f"{LAYOUT}{value[0][0]}" if key == "layouts" else f"{key}={_word(value)}"
-        way = f"Legal now: {key}={_word(_NO_OP[key])}, or leave it out" if key in _NO_OP else "Leave it out"
-        raise AutoparError(f"pin {shown}: not supported yet ({why}). {way}.")
+        raise AutoparError("pin sp=true: needs tensor ranks to cut the sequence over. Pin tp=2 or more, or cp=N.")
+    both = (pins.cp, pins.sp)
+    if None not in both and not isinstance(pins.sp, bool) and pins.cp != pins.sp:
+        raise AutoparError(f"pins: cp={pins.cp} and sp={pins.sp} both give the sequence an axis. Keep one of them.")
+    if (pins.ep or 1) > 1:
+        raise AutoparError(
+            f"pin ep={pins.ep}: not supported yet (expert parallelism comes with a later release). "
+            "Legal now: ep=1, or leave it out."
+        )
 
 
 def _split(pairs: Iterable[str]) -> Iterable[tuple[str, str]]:
@@ -347,11 +374,11 @@ def _layout(key: str, value: Any) -> tuple[tuple[str, str], ...]:
     words = [tuple(w.split(":", 1)) for w in value.split(",")] if isinstance(value, str) else value
     pairs = list(words.items()) if isinstance(words, Mapping) else list(words) if isinstance(words, list) else []
     for pair in pairs:
-        if len(pair) != 2 or pair[0] not in DEGREES or not re.fullmatch(r"R|I|S\d+(\(\d+(\+\d+)*\))?", str(pair[1])):
+        if len(pair) != 2 or pair[0] not in HOLDING or not AT_REST.fullmatch(str(pair[1])):
             pairs = []
     if not pairs or key == LAYOUT:
         raise AutoparError(
-            f"pin {key}={value}: is not AXIS:LAYOUT. Legal: an axis of {', '.join(DEGREES)}, and R, I or S<dim>. "
+            f"pin {key}={value}: is not AXIS:LAYOUT. Legal: an axis of {', '.join(HOLDING)}, and R or S<dim>. "
             f"Example: {LAYOUT}fc1.weight=tp:S0."
         )
     return tuple(sorted((str(a), str(w)) for a, w in pairs))

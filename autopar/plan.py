@@ -246,7 +246,8 @@ class StageFigures:
     """What a stage of a pipeline should take for a microbatch, on each of its ranks: seconds of ``forward_s`` and
     ``backward_s``, bytes that cross to later stages (``sent``) and of gradients that come back (``returned``).
     ``in_flight``: the most microbatches between their forward and the end of their backward; ``peak_bytes``: of a rank,
-    with all its stages; ``parameters``: elements that the stage reads, of the whole model."""
+    with all its stages, whose they are in ``owners``; ``parameters``: elements that the stage reads, of the whole
+    model."""
 
     forward_s: float
     backward_s: float
@@ -255,6 +256,7 @@ class StageFigures:
     sent: int
     returned: int
     peak_bytes: float
+    owners: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -268,7 +270,8 @@ class Predicted:
     collectives: tuple[Collective, ...] = ()
     divided: Mapping[str, Share] = field(default_factory=dict)
     whole: tuple[Whole, ...] = ()
-    fallback: tuple[str, ...] = ()  # ops without a rule, run whole
+    fallback: tuple[str, ...] = ()  # ops without a rule that run whole, and why: "op: reason"
+    probed: tuple[str, ...] = ()  # ops without a rule whose strategies were found by running them: not proved
     autograd: tuple[str, ...] = ()  # units that have no graph of their backward, and why: "module: reason"
     peak_at: str = ""
     stages: tuple[StageFigures, ...] = ()  # of a pipeline; seconds in ``parts`` are those of the mean rank then
@@ -372,6 +375,13 @@ class Plan:
     def row_unit(self) -> int:
         """What the rows of every microbatch must be a multiple of, so that all ranks that cut them get as many."""
         return math.lcm(*(math.prod(self.axes[i].size for i in found) for found in rows_cut(self.axes, self.inputs)))
+
+    @property
+    def has_even_rows(self) -> bool:
+        """Whether every microbatch gives all ranks that cut its rows as many."""
+        return self.batch is None or (
+            self.batch % self.row_unit == 0 and self.batch >= self.row_unit * self.microbatches
+        )
 
     @property
     def fits(self) -> bool | None:

@@ -1,7 +1,7 @@
 """`predict`: what a plan should cost, added up over the program that the plan makes of rank 0.
 
-The program is emitted once; bytes come from its shapes, what autograd keeps from a run of it on fake tensors, seconds
-from the ops and changes in it and the cluster's figures. No price of the solver is read: this checks them.
+The program is emitted once; bytes come from its shapes and from what its units keep, seconds from the ops and changes
+in it and the cluster's figures. No price of the solver is read: this checks them.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from autopar.predict_bytes import predict_bytes
 from autopar.predict_memory import OWNERS, predict_memory
 from autopar.predict_seconds import Priced, cast_seconds, model_flops, moved_in, moved_on_entry, work_of
 from autopar.price_launches import AxisSpan, Prices
-from autopar.run_on_fakes import run_on_fakes
+from autopar.run_on_fakes import Ran, run_on_fakes
 from autopar.runtime.run import units_of
+from autopar.runtime.weights import ways_of
 from autopar.solver.cost import step_time, update
-from autopar.wires import wire_of
+from autopar.wires import with_wires
 
 IN_PEAK = tuple(f"peak_{owner}_bytes" for owner in OWNERS)
 """Entries of `Predicted.parts` whose sum is the peak."""
@@ -44,18 +45,18 @@ def predict(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     moment, by owner), FLOPs of the whole model a step, FLOP/s of all ranks, ``mfu``, the one over the other, and
     ``tokens`` of a step where the model reads ids. Of what backward makes again ``again_compute_s`` and
     ``again_exposed_s``, which the other seconds contain, and ``again_flops``, which no other figure does. A plan
-    without gradients (eval mode) is a forward alone.
+    without gradients (eval mode) is a forward alone; that of a pipeline is not predicted.
 
     Raises AutoparError where the plan, made elsewhere or edited, does not fit the model.
     """
     axes, train = {axis.name: axis.name for axis in plan.axes}, prepared.captured.training
     if plan.pp > 1:
-        return _with_stages(plan, prepared, cluster)
+        return _with_stages(plan, prepared, cluster) if train else plan
     model = with_changes(apply(plan, prepared))
     local = lower(model, 0, axes)
-    mesh = _with_wires(plan_mesh(plan), plan, cluster)
-    at_use = frozenset(fqn for fqn, p in plan.parameters.items() if p.gather == "use")
-    ran = run_on_fakes(local, local.body[max(local.body)], train=train, at_use=at_use)
+    # the plan's own wires decide on ways, not on seconds
+    mesh = with_wires(plan_mesh(plan), [a.stride for a in plan.axes], cluster)
+    ran = _reached(local) if train else run_on_fakes(local, local.body[max(local.body)], train=False)
     parts = predict_bytes(local, prepared.captured, ran, plan.optimizer)
     parts |= _seconds(plan, model, local, mesh, cluster.chip, train)
     if train:
@@ -96,16 +97,15 @@ def _with_stages(plan: Plan, prepared: Prepared, cluster: Cluster) -> Plan:
     return replace(plan, predicted=replace(plan.predicted, parts=sorted_parts, autograd=autograd))
 
 
+def _reached(local: Local) -> Ran:
+    """The parameters that get a gradient, as the program has it; what it keeps is `kept`."""
+    return Ran(reached=frozenset(local.parameters[i].fqn for i in ways_of(local, units_of(local)).reached))
+
+
 def _left_to_autograd(local: Local) -> tuple[str, ...]:
     """The units that could not be traced."""
     found = (fallback for run in units_of(local).values() for fallback in run.fallbacks)
     return tuple(dict.fromkeys(f"{f.fqn or 'model'}: {f.why}" for f in found))
-
-
-def _with_wires(mesh: Mesh, plan: Plan, cluster: Cluster) -> Mesh:
-    """The plan's mesh with this cluster's wires; the plan's own decide on ways, not on seconds."""
-    axes = zip(mesh.axes, plan.axes, strict=True)
-    return Mesh(tuple(a if a.is_time else replace(a, wire=wire_of(cluster, a.size, p.stride)) for a, p in axes))
 
 
 def _seconds(plan: Plan, model: Lowerable, local: Local, mesh: Mesh, chip: Chip, train: bool) -> dict[str, float]:

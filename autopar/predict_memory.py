@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -25,9 +26,8 @@ from autopar.dry_run import IN_PLACE, SAME, _whole
 from autopar.dry_run import _Dry as Dry
 from autopar.dry_run import _tensors as tensors_of
 from autopar.liveness import View, Walk, walk
-from autopar.passes.differentiate import Differentiated
 from autopar.passes.lower import Local
-from autopar.passes.split_backward import Part
+from autopar.passes.split_backward import Parted
 from autopar.passes.split_units import UnitClass
 from autopar.runtime.buckets import Flight
 from autopar.runtime.collectives import keep_until_settled, kept_apart, settle
@@ -35,7 +35,7 @@ from autopar.runtime.pipeline import Edge, Message, Spec, Transport
 from autopar.runtime.program import Batch
 from autopar.runtime.run import Units, units_of
 from autopar.runtime.stage import Stage, Stages, alone
-from autopar.runtime.units import Explicit, Gradient, Unit, laid_out
+from autopar.runtime.units import Explicit, Ready, Unit
 from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:
@@ -261,7 +261,7 @@ class _Replayed(Dry):
     def _inputs(self) -> Batch:
         return self.batch
 
-    def _weights(self, stage: Stage, letters: Sequence[str], *, train: bool) -> Weights:
+    def _weights(self, stage: Stage, letters: Sequence[str]) -> Weights:
         uses = stage.local.parameters
         rests = [self.rests[u.fqn].detach() for u in uses]
         wanted = [u.trainable for u in uses]
@@ -386,33 +386,19 @@ def _replayed(units: Units, ledger: Ledger) -> Units:
     return replace(units, units=tuple(_Replay(u, ledger) if u.why is None else u for u in units.units))
 
 
-class _Replay(Unit):
-    """A unit that makes and holds what the graphs of ``unit`` would."""
+class _Replay(Explicit):
+    """A unit that makes and holds what the graphs of ``unit`` would; its forward alone, where that has no more."""
 
     def __init__(self, unit: Unit, ledger: Ledger) -> None:
         self.kind, self.unit, self.ledger = unit.kind, unit, ledger
         self.reads, self.tangents, self.grads = unit.reads, unit.tangents, unit.grads
+        if isinstance(unit, Explicit):
+            self.made, self.outputs, self.strides = unit.made, unit.outputs, unit.strides
 
-    def prologue(self, *args: Any) -> tuple[list[Any], list[Any]]:
-        """What units read as hoisted, and no updates: as the graph of a prologue returns it."""
-        return self._replay(self.kind.graph, list(args), len(walk_of(self.kind.graph).results)), []
-
-    def run(self, args: list[Any]) -> Sequence[Tensor]:
-        return self._replay(self.kind.graph, args, len(self.kind.flows))
-
-    def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
+    @property
+    def _parted(self) -> Parted:
         assert isinstance(self.unit, Explicit)
-        made = self._replay(self.unit.made.forward, args, self.unit.outputs)
-        return made[: self.unit.outputs], made[self.unit.outputs :]
-
-    def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
-        assert isinstance(self.unit, Explicit)
-        made = self.unit.made
-        assert made.backward is not None
-        given = [*read, *held, *(laid_out(g, s) for g, s in zip(tangents, self.unit.strides, strict=True))]
-        for emptied in (read, held, tangents):
-            emptied.clear()
-        return _gradients(made, self._replay(made.backward, given, len(made.grads)))
+        return self.unit._parted
 
     @property
     def input_reads(self) -> tuple[int, ...]:
@@ -422,25 +408,14 @@ class _Replay(Unit):
     def weight_reads(self) -> tuple[int, ...]:
         return self.unit.weight_reads
 
-    def inputs(self, read: list[Any], held: Any, tangents: list[Tensor]) -> tuple[list[Gradient], Any]:
-        assert isinstance(self.unit, Explicit)
-        part = self.unit._parted.inputs
-        given = [*read, *held, *(laid_out(g, s) for g, s in zip(tangents, self.unit.strides, strict=True))]
-        for emptied in (read, held, tangents):
-            emptied.clear()
-        if part is None:
-            return [], given
-        made, n = self._replay(part.graph, given, len(part.grads)), len(part.grads)
-        return _gradients(part, made[:n]), made[n:]
+    def _ready(self, graph: fx.GraphModule, outputs: int) -> Ready:
+        return partial(self._replay, graph, outputs)
 
-    def weights(self, read: list[Any], carried: Any) -> list[Gradient]:
-        assert isinstance(self.unit, Explicit)
-        part, given = self.unit._parted.weights, [*read, *carried]
-        read.clear()
-        carried.clear()
-        return [] if part is None else _gradients(part, self._replay(part.graph, given, len(part.grads)))
+    def prologue(self, *args: Any) -> tuple[list[Any], list[Any]]:
+        """What units read as hoisted, and no updates: as the graph of a prologue returns it."""
+        return self._replay(self.kind.graph, len(walk_of(self.kind.graph).results), list(args)), []
 
-    def _replay(self, graph: fx.GraphModule, args: list[Any], outputs: int) -> list[Any]:
+    def _replay(self, graph: fx.GraphModule, outputs: int, args: list[Any]) -> list[Any]:
         """What the graph returns; it lets go of its arguments as it goes. Results after ``outputs`` are saved."""
         found = walk_of(graph)
         given = {n: args[i] for i, n in enumerate(found.arguments) if n is not None}
@@ -465,10 +440,6 @@ class _Replay(Unit):
                     given.pop(number, None)
         bases = given | real
         return [_view(bases, n, v) for n, v in zip(found.results, found.views, strict=True)]
-
-
-def _gradients(of: Differentiated | Part, made: Sequence[Tensor | None]) -> list[Gradient]:
-    return [Gradient(arg, g, fresh) for arg, g, fresh in zip(of.grads, made, of.fresh, strict=True) if g is not None]
 
 
 def _storage(found: Walk, number: int) -> Tensor:

@@ -6,8 +6,8 @@ between stages beside compute; parameters and gradients of a stage go beside it 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import fx
 
-from autopar.choosing.stages import Crossed, crossed
+from autopar.choosing.stages import Crossed, crossed, unit_edges
 from autopar.cluster import Cluster
 from autopar.optimizer_states import state_bytes
 from autopar.passes.changes import path
@@ -76,12 +76,9 @@ class Pipeline:
         return Link.of(self.plan, self.cluster)
 
     @cached_property
-    def edges(self) -> tuple[int, ...]:
-        """The ops at which units begin, and the number of ops."""
-        found = [0]
-        for unit in self.plan.units:
-            found.append(found[-1] + len(self.plan.classes[unit.kind].ops))
-        return tuple(found)
+    def edges(self) -> list[int]:
+        """See `unit_edges`."""
+        return unit_edges(self.plan)
 
     def send(self, stage: int) -> tuple[int, int, int]:
         """What a stage sends on for a microbatch: tensors, bytes, and bytes that come back."""
@@ -111,21 +108,17 @@ class Pipeline:
                     found.setdefault(str(root.target), []).append(place)
         return found
 
+    @cached_property
+    def ways(self) -> tuple[str, str]:
+        """When the parameters that move most often are gathered, and when gradients are reduced."""
+        used = self.plan.parameters.values()
+        gather = next((w for w in ("use", "step") if any(p.gather == w for p in used)), "never")
+        return gather, next((w for w in ("microbatch", "step") if any(p.reduce == w for p in used)), "never")
+
     def ops(self, stage: int) -> range:
         """The ops of a stage."""
         of = self.plan.stages[stage]
         return range(self.edges[of.first], self.edges[of.last])
-
-    def stage_of(self, op: int) -> int:
-        """The stage that an op is in."""
-        return next(s for s in range(len(self.plan.stages)) if op in self.ops(s))
-
-    def tied(self) -> Iterator[tuple[str, list[int]]]:
-        """Parameters that several ranks of the pipeline read, and which."""
-        for fqn, ops in self.readers.items():
-            ranks = sorted({self.stage_of(op) % self.plan.pp for op in ops})
-            if len(ranks) > 1:
-                yield fqn, ranks
 
     @cached_property
     def leaves(self) -> dict[str, fx.Node]:
@@ -153,9 +146,12 @@ class Pipeline:
         return found
 
     def _parameters(self, unit: range, stage: range) -> tuple[float, float]:
-        """Seconds in which the parameters that a unit is the first of its stage to read are gathered once, and their
-        gradients reduced: one latency for all."""
+        """Seconds in which the parameters that a unit is the first of its stage to read are gathered, and their
+        gradients reduced, each time that this is simulated: one latency for all. What moves once a step among others
+        that move more often counts its part each time."""
         latency, moving = [0.0, 0.0], [0.0, 0.0]
+        gathers, reduces = self.ways
+        count = self.plan.microbatches
         for fqn, ops in self.readers.items():
             if min((op for op in ops if op in stage), default=-1) not in unit:
                 continue
@@ -163,12 +159,15 @@ class Pipeline:
             v, rest = value(node), fact(node).rest
             assert rest is not None
             more = v.reduced.dtype.itemsize / v.dtype.itemsize
+            there = 1 / (2 * count) if (gathers, parameter.gather) == ("use", "step") else 1.0
+            back = 1 / count if (reduces, parameter.reduce) == ("microbatch", "step") else 1.0
             for step in path(rest, produced_layout(node), v, self.model.mesh) or ():
                 nbytes = held(step, v, self.mesh)
                 fixed, per_byte = terms(step.row, step.axis, False, self.mesh)
                 both, per_byte_both = terms(step.row, step.axis, v.grad and parameter.trainable, self.mesh)
-                latency = [max(latency[0], fixed), max(latency[1], both - fixed)]
-                moving = [moving[0] + nbytes * per_byte, moving[1] + nbytes * more * (per_byte_both - per_byte)]
+                latency = [max(latency[0], there * fixed), max(latency[1], back * (both - fixed))]
+                moving[0] += there * nbytes * per_byte
+                moving[1] += back * nbytes * more * (per_byte_both - per_byte)
         return latency[0] + moving[0], latency[1] + moving[1]
 
     @cached_property
@@ -202,24 +201,23 @@ class Pipeline:
                 found[start : stop - 1] = 0.0
         return found
 
-    def simulate(self, optimizer_s: Sequence[float] = ()) -> Timeline:
-        """The step. ``optimizer_s``: of each rank of the pipeline."""
+    def simulate(self, optimizer_s: Sequence[float], ties: Iterable[tuple[str, Sequence[int]]]) -> Timeline:
+        """The step. ``optimizer_s``: of each rank of the pipeline; ``ties``: see `autopar.runtime.stage.Stages`."""
         plan = self.plan
         stages = [
             Chunk(tuple((u, 1) for u in self.units(s)), self.link.seconds(*self.send(s)[:2]))
             for s in range(len(plan.stages))
         ]
-        used = plan.parameters.values()
-        tied = sum(2 * (len(ranks) - 1) * self._copy_s(fqn) for fqn, ranks in self.tied())
+        tied = sum(2 * (len(ranks) - 1) * self._copy_s(fqn) for fqn, ranks in ties)
         return run(
             Step(
                 chunks=tuple(tuple(stages[r :: plan.pp]) for r in range(plan.pp)),
                 microbatches=plan.microbatches,
                 order=tuple(tuple(rank) for rank in plan.orders()),
-                gather=next((w for w in ("use", "step") if any(p.gather == w for p in used)), "never"),
-                reduce=next((w for w in ("microbatch", "step") if any(p.reduce == w for p in used)), "never"),
+                gather=self.ways[0],
+                reduce=self.ways[1],
                 overlap_p2p=True,
-                optimizer_s=tuple(optimizer_s) or (0.0,) * plan.pp,
+                optimizer_s=tuple(optimizer_s),
                 tied_s=tied,
                 staggered=False,
             )
@@ -252,12 +250,4 @@ def parts_of(line: Timeline) -> dict[str, float]:
     }
 
 
-def along(mesh: Mesh, plan: Plan, cluster: Cluster) -> Mesh:
-    """The plan's mesh with this cluster's wires; the plan's own decide on ways, not on seconds."""
-    from autopar.wires import wire_of
-
-    axes = zip(mesh.axes, plan.axes, strict=True)
-    return Mesh(tuple(a if a.is_time else replace(a, wire=wire_of(cluster, a.size, p.stride)) for a, p in axes))
-
-
-__all__ = ["Link", "Pipeline", "along", "parts_of"]
+__all__ = ["Link", "Pipeline", "parts_of"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.build import Prepared, plan_mesh, staged
@@ -16,15 +16,19 @@ from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, OutputUse, lower
 from autopar.passes.price import local_bytes
 from autopar.plan import Collective, Plan, StageFigures
+from autopar.predict_again import kept
 from autopar.predict_memory import Peak, predict_rank
-from autopar.predict_pipeline import Pipeline, along, parts_of
+from autopar.predict_pipeline import Pipeline, parts_of
 from autopar.runtime.run import units_of
 from autopar.runtime.stage import Stages
 from autopar.runtime.weights import ways_of
 from autopar.solver.cost import update
+from autopar.solver.pipes import enough
 from autopar.solver.simulate.check import check_schedule
+from autopar.wires import with_wires
 
-ROUNDS = 3  # times as many microbatches as stages are enough to find the peak of a schedule that alternates
+FEW = 4
+"""Ranks of a pipeline whose programs are all replayed."""
 
 
 def predict_stages(
@@ -36,28 +40,29 @@ def predict_stages(
     assert cut.pipeline is not None
     axes = {axis.name: axis.name for axis in plan.axes}
     locals = tuple(lower(model, 0, axes) for model in cut.models)
-    mesh = along(plan_mesh(plan), plan, cluster)
+    mesh = with_wires(plan_mesh(plan), [a.stride for a in plan.axes], cluster)
     pipe = Pipeline(plan, cut.whole, mesh, cluster)
     ranks = [_Rank.of(plan, locals[r :: plan.pp]) for r in range(plan.pp)]
     rate = cluster.chip.memory_rate
-    line = pipe.simulate([float(update(rank.gradients, rank.optimizer, rate)) for rank in ranks])
-    peaks = _peaks(plan, cut.pipeline, ranks, prepared.captured, {use.fqn for use in cut.uses})
-    worst = max(range(plan.pp), key=lambda r: peaks[r].nbytes)
+    updates = [float(update(rank.gradients, rank.optimizer, rate)) for rank in ranks]
+    line = pipe.simulate(updates, cut.pipeline.ties)
+    flying = check_schedule(plan.orders(), cut.pipeline.crossings).stages
+    used = {use.fqn for use in cut.uses}
+    peaks, worst, fullest = _peaks(plan, cut.pipeline, ranks, flying, prepared.captured, used)
     busiest = max(range(plan.pp), key=lambda r: line.busy(r).get("forward", 0.0) + line.busy(r).get("backward", 0.0))
     crossings = _Crossings(plan, cut.pipeline, mesh, cluster)
     own = summed(count_collectives(x, axes, mesh, parted=_parted(plan)) for x in ranks[busiest].locals)
-    flying = check_schedule(plan.orders(), cut.pipeline.crossings).stages
     predicted = replace(
         plan.predicted,
         step_time_s=line.seconds,
-        peak_mem_gib=peaks[worst].nbytes / 2**30,
-        peak_at=f"rank {worst} of the pipeline, {peaks[worst].where}",
+        peak_mem_gib=fullest.nbytes / 2**30,
+        peak_at=f"rank {worst} of the pipeline, {fullest.where}",
         stages=tuple(
-            _figures(pipe, crossings, s, flying[s], peaks[s % plan.pp].nbytes, locals[s]) for s in range(len(locals))
+            _figures(pipe, crossings, s, flying[s], peaks[s % plan.pp], locals[s]) for s in range(len(locals))
         ),
         collectives=(*own, *crossings.of_rank(busiest)),
     )
-    parts = parts_of(line) | {f"peak_{owner}_bytes": float(n) for owner, n in peaks[worst].owners.items()}
+    parts = parts_of(line) | {f"peak_{owner}_bytes": float(n) for owner, n in fullest.owners.items()}
     of = ranks[worst]
     parts |= {"parameters_bytes": of.parameters, "gradients_bytes": of.gradients, "optimizer_bytes": of.optimizer}
     return replace(plan, predicted=predicted), parts, locals
@@ -87,17 +92,35 @@ class _Rank:
         states = (state_bytes(plan.optimizer, uses[fqn].shape, uses[fqn].dtype, piece[fqn]) for fqn in sorted(reached))
         return _Rank(locals, sum(piece.values()), sum(piece[fqn] for fqn in sorted(reached)), sum(states))
 
+    def held(self, flying: Sequence[int]) -> dict[str, float]:
+        """Bytes that rest, and that are kept where each stage has so many microbatches in flight, by owner."""
+        saved = sum(n * kept(local) for n, local in zip(flying, self.locals, strict=True))
+        rests = {"parameters": self.parameters, "gradients": self.gradients, "optimizer": self.optimizer}
+        return {**rests, "saved": float(saved)}
 
-def _peaks(plan: Plan, pipeline: Stages, ranks: Sequence[_Rank], captured: Capture, used: set[str]) -> list[Peak]:
-    """The fullest moment of every rank of the pipeline."""
-    schedule, count, found = plan.schedule, plan.microbatches, list[Peak]()
-    if schedule.name not in ("gpipe", "custom") and (schedule.virtual == 1 or count % plan.pp == 0):
-        count = min(count, ROUNDS * len(plan.stages))
+
+def _peaks(
+    plan: Plan, pipeline: Stages, ranks: Sequence[_Rank], flying: Sequence[int], captured: Capture, used: set[str]
+) -> tuple[list[Mapping[str, float]], int, Peak]:
+    """Bytes of the fullest moment of every rank of the pipeline, by owner, and the rank that needs most. Of more than
+    `FEW` ranks those that seem to need most are replayed, until one of these does; the others have what rests and is
+    kept there, and beside it as much as the replayed ones have at most."""
+    schedule = plan.schedule
+    count = enough(schedule.name, plan.pp, schedule.virtual, plan.microbatches)
     fewer = replace(pipeline, schedule=actions(schedule.name, plan.pp, count, schedule.virtual, schedule.words))
     unused = captured.parameters.keys() - used
-    for r, rank in enumerate(ranks):
-        found.append(predict_rank(rank.locals, captured, round(rank.optimizer), fewer, r, unused))
-    return found
+    held = [rank.held(flying[r :: plan.pp]) for r, rank in enumerate(ranks)]
+    sums = [sum(owners.values()) for owners in held]
+    found = dict[int, Peak]()
+    while True:
+        beside = max((found[r].nbytes - sums[r] for r in found), default=0.0)
+        guess = [found[r].nbytes if r in found else round(sums[r] + beside) for r in range(plan.pp)]
+        worst = max(range(plan.pp), key=lambda r: guess[r])
+        if worst in found and len(found) >= min(FEW, plan.pp):
+            rest: list[Mapping[str, float]] = [{**owners, "working": beside} for owners in held]
+            return [found[r].owners if r in found else rest[r] for r in range(plan.pp)], worst, found[worst]
+        r = max((r for r in range(plan.pp) if r not in found), key=lambda r: guess[r])
+        found[r] = predict_rank(ranks[r].locals, captured, round(ranks[r].optimizer), fewer, r, unused)
 
 
 @dataclass(frozen=True)
@@ -142,7 +165,9 @@ class _Crossings:
         return math.prod(use.layout.local_shape(use.shape, self.mesh, at)) * use.dtype.itemsize
 
 
-def _figures(pipe: Pipeline, crossings: _Crossings, stage: int, flying: int, peak: int, local: Local) -> StageFigures:
+def _figures(
+    pipe: Pipeline, crossings: _Crossings, stage: int, flying: int, owners: Mapping[str, float], local: Local
+) -> StageFigures:
     units = pipe.units(stage)
     there, back = crossings.sent(stage)
     return StageFigures(
@@ -152,7 +177,8 @@ def _figures(pipe: Pipeline, crossings: _Crossings, stage: int, flying: int, pea
         in_flight=flying,
         sent=there,
         returned=back,
-        peak_bytes=float(peak),
+        peak_bytes=float(round(sum(owners.values()))),
+        owners={owner: float(n) for owner, n in owners.items() if n},
     )
 
 

@@ -1,9 +1,9 @@
-"""What modules keep in Python while forward runs: counters, caches of tensors, lists."""
+"""What modules keep in Python while forward runs: their mode, counters, caches of tensors, lists."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,18 @@ OWN = frozenset(vars(nn.Module())) - {"training"}  # what nn.Module itself keeps
 HOOKS = frozenset(k for k, v in vars(nn.Module()).items() if "hooks" in k and isinstance(v, dict))
 CONTAINERS = (dict, list, set, deque)
 PLAIN = (bool, int, float, complex, str, bytes, tuple)
+
+
+@contextmanager
+def in_modes(modes: Mapping[nn.Module, bool], after: Mapping[nn.Module, bool]) -> Iterator[None]:
+    """Every module in its mode, in training or not, and ``after`` it in that one."""
+    try:
+        for module, mode in modes.items():
+            module.training = mode
+        yield
+    finally:
+        for module, mode in after.items():
+            module.training = mode
 
 
 @contextmanager

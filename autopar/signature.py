@@ -126,8 +126,9 @@ class Signature:
                 (kwargs if a.kind == "keyword" else extra)[a.word] = value
         return tuple(args), kwargs, extra
 
-    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, rows: int) -> tuple[torch.Tensor, ...]:
-        """The tensors of another call, checked against the example; see `Capture.flatten_inputs`."""
+    def flatten(self, args: Sequence[Any], kwargs: Mapping[str, Any], *, rows: int | None) -> tuple[torch.Tensor, ...]:
+        """The tensors of another call, checked against the example, but for shapes where ``rows`` is None; see
+        `Capture.flatten_inputs`."""
         loss_only = any(a.kind == "loss" for a in self.arguments)
         given = {key: (path, value) for key, _, _, path, value in _bind(self.parameters, args, kwargs, loss_only)}
         specs, tensors = iter(self.inputs), []
@@ -249,10 +250,10 @@ def _refuse_leaf(where: str, leaf: Any) -> None:
         )
 
 
-def _checked(where: str, leaf: Any, spec: InputSpec, rows: int) -> torch.Tensor:
+def _checked(where: str, leaf: Any, spec: InputSpec, rows: int | None) -> torch.Tensor:
     if not isinstance(leaf, torch.Tensor):
         raise AutoparError(f"{where}: is {_short(leaf)} (at capture it was a tensor). Pass a tensor.")
-    want = spec.at(rows).shape
+    want = tuple(leaf.shape) if rows is None else spec.at(rows).shape
     if tuple(leaf.shape) != want:
         more = f" ({rows} rows of the batch)" if spec.batch else ""
         raise AutoparError(

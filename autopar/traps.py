@@ -22,7 +22,7 @@ import torch.utils.checkpoint
 from torch import fx, nn
 from torch.fx.traceback import annotate, preserve_node_meta
 
-from autopar.custom_functions import Applied, inlined
+from autopar.custom_functions import Applied, Opaque, inlined
 from autopar.errors import AutoparError
 from autopar.passes.graph_module import graph_module
 
@@ -30,6 +30,10 @@ TORCH = os.path.dirname(torch.__file__) + os.sep
 HERE = os.path.dirname(os.path.abspath(__file__))
 CONTEXTS = {contextlib.__file__, unittest.mock.__file__}
 REGION = "checkpoint"  # the key in a node's meta: which region of torch.utils.checkpoint it stands in
+OF_VALUES = {
+    *("DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"),
+    *("Read", "Wider"),
+}
 VALUES = (
     "{where}: what runs here depends on the values of tensors (a plan must hold for every batch). Use torch.where or "
     "masks, or pass the decision as a Python argument."
@@ -42,6 +46,15 @@ WRAPPERS = {
     "OptimizedModule": "torch.compile",
     "ScriptModule": "TorchScript",
 }
+
+
+class Failed(AutoparError):
+    """A trace that failed. ``fqn``: the module in which ("": the model itself; None: outside of all), ``where`` with
+    file and line; ``values``: whether for a value that is not known while tracing."""
+
+    def __init__(self, message: str, fqn: str | None, where: str, values: bool) -> None:
+        super().__init__(message)
+        self.fqn, self.where, self.values = fqn, where, values
 
 
 _TAKEN = frozenset(dir(graph_module(fx.Graph()))) - frozenset(dir(nn.Module()))  # code, graph, meta, ...
@@ -130,9 +143,12 @@ def _refuse_parameter(name: str, parameter: nn.Parameter, backward: bool) -> Non
 
 
 @contextmanager
-def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: list[Applied]) -> Iterator[None]:
+def watched_trace(
+    model: nn.Module, hints: list[str], backward: bool, applied: list[Applied], opaque: Opaque
+) -> Iterator[None]:
     """While the model is traced: list custom backwards in ``applied`` and refuse tensor hooks where ``backward``
-    matters, mark the nodes of checkpointed regions (``meta["custom"][REGION]``, counted) and note them in ``hints``."""
+    matters, mark the nodes of checkpointed regions (``meta["custom"][REGION]``, counted) and note them in ``hints``.
+    ``opaque``: what becomes of a function that is not inlined."""
     names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
     regions: list[str] = []
 
@@ -174,7 +190,7 @@ def watched_trace(model: nn.Module, hints: list[str], backward: bool, applied: l
         stack.enter_context(patch.object(torch.utils.checkpoint.CheckpointFunction, "apply", reentrant))
         stack.enter_context(patch.object(torch.distributions.Distribution, "_validate_args", False))  # reads values
         if backward:
-            stack.enter_context(inlined(lambda: where_now(names), applied))
+            stack.enter_context(inlined(lambda: where_now(names), applied, opaque))
             stack.enter_context(patch.object(torch.autograd, "grad", differentiate))
             stack.enter_context(patch.object(torch.Tensor, "register_hook", register_hook))
             stack.enter_context(patch.object(torch.inference_mode, "__enter__", enter_inference))
@@ -193,13 +209,13 @@ def refuse_failure(
     for link in chain:
         if isinstance(link, AutoparError):
             return link
-    kinds = {type(link).__name__ for link in chain}
-    if kinds & {"DataDependentOutputException", "DynamicOutputShapeException", "GuardOnDataDependentSymNode"}:
-        return AutoparError(VALUES.format(where=_where_failed(model, chain)))
-    failed = refuse_run(model, error, f"cannot be captured at batch size {rows}", param_dtype)
-    if rows == examples:
-        return failed
-    return AutoparError(f"{failed} Inputs whose dim 0 is not the batch are named by batch_dims={{'mask': None}}.")
+    where, fqn = _where_failed(model, chain), _module_failed(model, chain)
+    if {type(link).__name__ for link in chain} & OF_VALUES:
+        return Failed(VALUES.format(where=where), fqn, where, True)
+    failed = str(refuse_run(model, error, f"cannot be captured at batch size {rows}", param_dtype))
+    if rows != examples:
+        failed += " Inputs whose dim 0 is not the batch are named by batch_dims={'mask': None}."
+    return Failed(failed, fqn, where, False)
 
 
 def refuse_run(
@@ -225,6 +241,22 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _where_failed(model: nn.Module, chain: list[BaseException]) -> str:
     names = {id(m): n or type(model).__name__ for n, m in model.named_modules()}
     return next((w for w in (_where_raised(link, names) for link in chain) if w), type(model).__name__)
+
+
+def _module_failed(model: nn.Module, chain: list[BaseException]) -> str | None:
+    """FQN of the module whose code raised."""
+    names: dict[int, str] = {id(m): n for n, m in model.named_modules()}
+    for link in chain:
+        frames = []
+        traceback = link.__traceback__
+        while traceback is not None:
+            frames.append(traceback.tb_frame)
+            traceback = traceback.tb_next
+        for frame in reversed(frames):
+            name = names.get(id(frame.f_locals.get("self")))
+            if name is not None:
+                return name
+    return None
 
 
 def where_now(names: dict[int, str]) -> str:

@@ -10,7 +10,11 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch.utils import _pytree as pytree
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+"""Leaves that a graph may hold as they are."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -52,6 +52,7 @@ from autopar.evaluate import WIDER
 from autopar.export_model import Call
 from autopar.loading import LoadedModel, ModelSpec
 from autopar.mixed_precision import as_read, param_dtype, precision, reduced_in
+from autopar.opaque_calls import parameters_called
 from autopar.passes.counter_random import counter_random
 from autopar.passes.split_prologue import copy_graph
 from autopar.piecewise import Piecewise
@@ -86,7 +87,8 @@ GROUP_TIMEOUT = 240.0  # seconds that a rank waits for another
 class VerifyResult:
     """One plan against one process. ``worst``: the farthest tensors, farthest first, in the better of the two
     precisions that fails, else in float64; ``divided``: what each axis takes off the busiest rank, 0 to 1;
-    ``limits``: which limit applied to what; ``seconds``: wall time of this plan."""
+    ``limits``: which limit applied to what; ``probed``: the ops whose strategies were probed, not proved; ``seconds``:
+    wall time of this plan."""
 
     ok: bool
     ranks: int
@@ -95,6 +97,7 @@ class VerifyResult:
     divided: Mapping[str, Share]
     seconds: float
     limits: tuple[str, ...]
+    probed: tuple[str, ...] = ()
 
 
 def verify(
@@ -313,9 +316,16 @@ class Subject:
                 p.copy_(moved(p))
         inputs = [moved(t) for t in self.inputs]
         call = Call(model, self.captured.signature, self.loaded.loss, True, param_dtype(self.captured.precision))
-        loss = lambda: call(inputs)[0][0]
-        buffers = lambda: dict(model.named_buffers())
-        return self._three_steps(name, _backward(loss), dict(model.named_parameters()), buffers, "sgd", names_of(model))
+        buffers, params = lambda: dict(model.named_buffers()), dict(model.named_parameters())
+        backward, called = _backward(lambda: call(inputs)[0][0]), parameters_called(self.captured.graph)
+
+        def loss() -> Tensor:
+            value = backward()
+            for p in (params[n] for n in called & params.keys()):
+                p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
+            return value
+
+        return self._three_steps(name, loss, params, buffers, "sgd", names_of(model))
 
     def _run32(self, name: str, moved: Callable[[Tensor], Tensor]) -> Run:
         """``name``: of the files of the run; one of the same name is lost."""
@@ -553,6 +563,7 @@ def _compare(
         divided=divided(plan, subject.prepared_for(plan, "fp32")),
         seconds=time.perf_counter() - started,
         limits=(*said64, *said32),
+        probed=plan.predicted.probed,
     )
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
+
 from autopar.cluster import Cluster
-from autopar.passes.layout import Wire
+from autopar.passes.layout import Mesh, Wire
 from autopar.solver.cost import share
 
 COPIED = 2  # bytes of device memory moved for each byte of a local copy: one read, one written
@@ -23,3 +26,9 @@ def wire_of(cluster: Cluster, size: int, stride: int) -> Wire:
         latency, bandwidth = cluster.link(kind, size, stride)
         lines[kind] = (latency, share(kind, size) / bandwidth) if size > 1 else (0.0, 0.0)
     return Wire(**lines, copy=COPIED / cluster.chip.memory_rate)
+
+
+def with_wires(mesh: Mesh, strides: Iterable[int], cluster: Cluster) -> Mesh:
+    """The mesh with this cluster's wires. ``strides``: of its axes, in ranks."""
+    pairs = zip(mesh.axes, strides, strict=True)
+    return Mesh(tuple(a if a.is_time else replace(a, wire=wire_of(cluster, a.size, stride)) for a, stride in pairs))

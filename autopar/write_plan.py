@@ -21,7 +21,8 @@ from autopar.passes.completion import is_op
 from autopar.passes.facts import fact, value
 from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Layout, Mesh, Wire
-from autopar.passes.strategy import rule
+from autopar.passes.probe import probed
+from autopar.passes.rules import rule_of
 from autopar.passes.units import ranges
 from autopar.plan import (
     TIME,
@@ -85,7 +86,7 @@ def plan_of(
         precision=captured.precision,
         padding=_padding(nodes, rests, mesh),
         rng=Rng("counter" if any(draws(n.target) for n in gm.graph.nodes) else "none"),
-        predicted=Predicted(fallback=_without_rule(gm)),
+        predicted=Predicted(fallback=_without_rule(gm), probed=_probed(gm)),
     )
 
 
@@ -207,4 +208,9 @@ def _padding(nodes: Mapping[str, fx.Node], rests: Mapping[str, Layout], mesh: Me
 
 
 def _without_rule(gm: fx.GraphModule) -> tuple[str, ...]:
-    return tuple(sorted({str(n.target) for n in ops_of(gm) if rule(n) is None and n.all_input_nodes}))
+    unruled = [n for n in ops_of(gm) if n.all_input_nodes and rule_of(n) is None]
+    return tuple(sorted({f"{n.target}: {probed(n).why}" for n in unruled if probed(n).why}))
+
+
+def _probed(gm: fx.GraphModule) -> tuple[str, ...]:
+    return tuple(sorted({str(n.target) for n in ops_of(gm) if rule_of(n) is None and not probed(n).why}))

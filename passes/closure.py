@@ -1,10 +1,11 @@
 """The cheapest ways between all legal layouts of one tensor at once, as arrays.
 
-`Structure` is what does not depend on sizes: which layouts exist, which moves join them, which share of the bytes each
-move handles. It serves all tensors whose dims the axes divide alike. `Closure` adds prices and the shortest paths
-(Floyd and Warshall). The layouts are the cuts without parts of every dim that an axis divides evenly, in all nesting
-orders, and what the two ends of a change have besides (`Profile`): cuts in parts, and uneven ones. What a tensor holds
-over time changes by local moves in one direction only (R, S, P), so a closure covers the time states of its two ends.
+`Structure` is what does not depend on a tensor's sizes: which layouts exist, which moves join them, which share of the
+bytes each move handles. It serves all tensors whose dims the axes divide alike. `Closure` adds prices and the shortest
+paths (Floyd and Warshall). The layouts are the cuts without parts of every dim that an axis divides evenly, in all
+nesting orders, and what the two ends of a change have besides (`Profile`): cuts in parts, and uneven ones. What a
+tensor holds over time changes by local moves in one direction only (R, S, P), so a closure covers the time states of
+its two ends.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 
 from autopar.passes.facts import Value
 from autopar.passes.layout import WHOLE, Axis, Layout, Mesh, Split, cuts_evenly
-from autopar.passes.moves import Step, moves, padding, settle, share, terms
+from autopar.passes.moves import Step, moves, padding, settle, terms
 
 MOST_LAYOUTS = 250  # beyond that fewer dims serve as stepping stones
 
@@ -190,22 +191,39 @@ def _splits(length: int, parts: tuple[tuple[int, ...], ...], uneven: frozenset[S
     return (WHOLE, *found, *sorted(uneven - set(found), key=lambda s: (s.axes, s.parts, s.items)))
 
 
-@lru_cache(maxsize=1 << 10)
+@lru_cache(maxsize=1 << 12)
 def _structure(
     splits: tuple[tuple[Split, ...], ...], kinds: str, states: tuple[TimeState, ...], grad: bool, shape: Shape
 ) -> Structure:
-    mesh = Mesh(tuple(Axis(str(a), n, (1,) * n if time else ()) for a, (n, time) in enumerate(shape)))
+    """What the sizes of axes add to `_joined`: the share of each move."""
+    known = _joined(splits, kinds, states, grad, tuple(time for _, time in shape))
+    axes, sizes = np.array([axis for _, axis in known.rows], np.int64), np.array([n for n, _ in shape], np.int64)
+    cut = np.array([[k == "S" for k in x.kinds] for x in known.layouts], bool).reshape(len(known.layouts), len(shape))
+    beside = cut[known.source] & (np.arange(len(shape)) != axes[known.kind][:, None])
+    return replace(known, share=1 / np.where(beside, sizes, 1).prod(axis=1))
+
+
+@lru_cache(maxsize=1 << 12)
+def _joined(
+    splits: tuple[tuple[Split, ...], ...],
+    kinds: str,
+    states: tuple[TimeState, ...],
+    grad: bool,
+    times: tuple[bool, ...],
+) -> Structure:
+    """Layouts and moves alone, on axes of any sizes."""
+    mesh = Mesh(tuple(Axis(str(a), 1, (1,) if time else ()) for a, time in enumerate(times)))
     layouts = tuple(x for state in states for x in _layouts(splits, kinds, state, mesh))
     index = {x: i for i, x in enumerate(layouts)}
     wanted = list(dict.fromkeys((d, replace(s, axes=())) for d, menu in enumerate(splits) for s in menu if s.axes))
     v = Value((), torch.float32, grad)
-    joined: dict[tuple[int, int], tuple[str, int, float]] = {}
+    joined: dict[tuple[int, int], tuple[str, int]] = {}
     for i, here in enumerate(layouts):
         for step in moves(here, wanted, mesh):
             j = index.get(settle(step.target, v, mesh), i)
             if j != i:
-                joined.setdefault((i, j), (step.row, step.axis, share(here, step.axis, mesh)))
-    rows = tuple(dict.fromkeys((row, axis) for row, axis, _ in joined.values()))
+                joined.setdefault((i, j), (step.row, step.axis))
+    rows = tuple(dict.fromkeys(joined.values()))
     number = {key: k for k, key in enumerate(rows)}
     ends = np.array(list(joined), dtype=np.int64).reshape(-1, 2)
     return Structure(
@@ -214,8 +232,8 @@ def _structure(
         ends[:, 0],
         ends[:, 1],
         rows,
-        np.array([number[row, axis] for row, axis, _ in joined.values()], dtype=np.int64),
-        np.array([held for _, _, held in joined.values()], dtype=np.float64),
+        np.array([number[key] for key in joined.values()], dtype=np.int64),
+        np.ones(len(ends)),
     )
 
 

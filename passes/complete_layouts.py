@@ -21,7 +21,7 @@ from autopar.passes.facts import KEY, Choice, Strategy, Value, fact, is_tensor, 
 from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Axis, Layout, Mesh, Split
 from autopar.passes.moves import STEP
-from autopar.passes.strategy import Proposal, rule
+from autopar.passes.strategy import Proposal, fills, rule
 
 
 def follow(state: Completion, axis: int) -> None:
@@ -99,7 +99,8 @@ def complete_layouts(
     keep: Mapping[str, Keep] | None = None,
 ) -> tuple[fx.GraphModule, list[tuple[str, Undivided]]]:
     """Give every node its strategy. On axes called ``divided`` work is divided; so it is on others of ``keep``, but
-    along the sequence and with parameters whole; on all others the batch is followed. ``keep``: leaves choices out.
+    along the sequence and with parameters whole; on all others the batch is followed, where it has rows for every rank.
+    ``keep``: leaves choices out.
 
     ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is
     the batch; ``zero``: how parameters rest over the followed axes (``docs/design.md`` section 6). Returns the graph,
@@ -111,7 +112,9 @@ def complete_layouts(
     for axis in followed:
         for node in state.leaves:
             if node.op == "placeholder" and node.name in batch_inputs:
-                state.leaves[node] = _outermost(state.leaves[node], axis, mesh)
+                cut = _outermost(state.leaves[node], axis, mesh)
+                if fills(batch, cut.dims[0], mesh):
+                    state.leaves[node] = cut
         follow(state, axis)
     undivided: list[tuple[str, Undivided]] = []
     for axis, a in enumerate(mesh.axes):

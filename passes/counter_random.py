@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 from autopar.passes.facts import RELAXED, _source, call
 from autopar.passes.means_to_sums import NARROW, arguments
 from autopar.runtime.counter_random import SEEDED
+from autopar.runtime.opaque import seeded
 
 aten, ops = torch.ops.aten, torch.ops.autopar
 Made = fx.Node | Sequence[fx.Node]
@@ -343,6 +344,12 @@ def _recurrent(draw: Draw) -> Made:
     return x, *(draw(aten.cat.default, list(each)) for each in zip(*last, strict=True))
 
 
+def _opaque(draw: Draw) -> Made:
+    """All numbers of a call follow from its own, whatever they are for."""
+    made = draw(seeded, *draw.node.args, draw=next(draw.numbers))
+    return [draw.item(made, i) for i in range(len(draw.node.meta["val"]))]
+
+
 REWRITES: dict[str, Callable[[Draw], Made]] = {
     "dropout": _dropout, "native_dropout": _native_dropout, "feature_dropout": _feature_dropout,
     "alpha_dropout": _alpha_dropout, "feature_alpha_dropout": _alpha_dropout, "rrelu": _rrelu,
@@ -351,6 +358,7 @@ REWRITES: dict[str, Callable[[Draw], Made]] = {
     "cauchy": _cauchy, "bernoulli": _bernoulli, "randint": _randint, "randint_like": _randint, "random": _randint,
     "randperm": _randperm, "multinomial": _multinomial, "scaled_dot_product_attention": _attention,
     "lstm": _recurrent, "gru": _recurrent, "rnn_tanh": _recurrent, "rnn_relu": _recurrent,
+    "opaque_drawing": _opaque,
 }  # fmt: skip
 
 

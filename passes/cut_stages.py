@@ -23,6 +23,8 @@ from autopar.passes.facts import DRAWN, KEY, Fact, Strategy, fact, is_tensor, va
 from autopar.passes.graph_module import attributes_of, graph_module
 from autopar.passes.insert_changes import change, is_getitem, produced_layout
 from autopar.passes.lower import Lowerable, OutputUse, name_of
+from autopar.passes.split_prologue import copy_graph
+from autopar.passes.split_units import reach
 from autopar.runtime.pipeline import Crossing
 
 
@@ -46,6 +48,15 @@ def cut_stages(model: Lowerable, stages: Sequence[tuple[int, int]]) -> Cut:
     return _Cutting(model, [last for _, last in stages]).run()
 
 
+def moved(graph: fx.Graph) -> set[fx.Node]:
+    """What is read as it is held (parameters among it), and changes of its own layout: made again where it is read."""
+    found = set(graph.find_nodes(op="get_attr"))
+    for node in graph.nodes:
+        if node.target is change and node.args[0] in found:
+            found.add(node)
+    return found
+
+
 class _Cutting:
     def __init__(self, model: Lowerable, stops: Sequence[int]) -> None:
         self.model, self.count = model, len(stops)
@@ -56,9 +67,10 @@ class _Cutting:
         self.buffers: Mapping[str, fx.Node] = result["buffers"]
         tail = model.tail
         self.tailed = [] if tail is None else list(self.outputs[len(tail.kept) :])  # what the tail reads, last
-        self.moved = self._moved()
+        self.moved = moved(model.body.graph)
         self.stage = self._stages(list(stops))
-        self.reach = self._reach()
+        grads = {n for n in self.nodes if any(v is not None and v.grad for v in fact(n).values)}
+        self.reach = reach(model.body.graph, self.tailed or self.outputs[:1], grads)
         for place, node in enumerate(self.nodes):
             node.meta[DRAWN] = place  # relaxed random ops draw by it: not the same on two stages
 
@@ -83,14 +95,6 @@ class _Cutting:
         crossed = [OutputUse(value(n).shape, value(n).dtype, produced_layout(n)) for n, _ in crossings]
         return Cut(tuple(models), (*crossings.values(),), (*crossed,), tuple(returns), updates, holders, reached)
 
-    def _moved(self) -> set[fx.Node]:
-        """Parameters, and changes of their own layout: made again where they are read."""
-        found = {n for n in self.nodes if n.op == "get_attr"}
-        for node in self.nodes:
-            if node.op == "call_function" and node.target is change and node.args[0] in found:
-                found.add(node)
-        return found
-
     def _stages(self, stops: list[int]) -> dict[fx.Node, int]:
         """The stage of all that depends on a parameter."""
         parameters = frozenset(self.model.parameters)
@@ -106,15 +110,6 @@ class _Cutting:
             said = unit.get(node.all_input_nodes[0]) if is_getitem(node) else fact(node).unit
             unit[node] = before if said is None else max(said, before)
         return {node: min(bisect_right(stops, u), self.count - 1) for node, u in unit.items()}
-
-    def _reach(self) -> set[fx.Node]:
-        """The nodes to which a gradient of the loss comes."""
-        grads = {n for n in self.nodes if any(v is not None and v.grad for v in fact(n).values)}
-        found = grads & set(self.tailed or self.outputs[:1])
-        for node in reversed(self.nodes):
-            if node in grads and any(user in found for user in node.users):
-                found.add(node)
-        return found
 
     def _held(self, stage: int) -> set[fx.Node]:
         held: set[fx.Node] = set()
@@ -213,21 +208,15 @@ class _Cutting:
 
 def _only(prologue: fx.GraphModule, hoisted: Sequence[str], wanted: Sequence[str]) -> fx.GraphModule:
     """The prologue that makes just what is read."""
-    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
-    output = prologue.graph.output_node()
+    gm = copy_graph(prologue)
+    output = gm.graph.output_node()
     (result,) = output.args
-    ends = [n for n, name in zip(result["outputs"], hoisted, strict=True) if name in wanted]  # type: ignore[index, call-overload, arg-type]
-    needed = set(ends)
-    for node in reversed(prologue.graph.nodes):
-        if node in needed:
-            needed.update(node.all_input_nodes)
-    for node in prologue.graph.nodes:
-        if node in needed:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-            env[node].name, env[node].meta = node.name, dict(node.meta)
-    made = graph.output({"outputs": tuple(env[n] for n in ends), "buffers": {}})
-    made.meta = dict(output.meta)
-    return graph_module(graph, attributes_of(prologue, graph))
+    ends = tuple(n for n, name in zip(result["outputs"], hoisted, strict=True) if name in wanted)  # type: ignore[index, call-overload, arg-type]
+    output.args = ({"outputs": ends, "buffers": {}},)
+    for node in reversed(gm.graph.nodes):
+        if node is not output and not node.users:
+            gm.graph.erase_node(node)
+    return gm
 
 
-__all__ = ["Cut", "cut_stages"]
+__all__ = ["Cut", "cut_stages", "moved"]

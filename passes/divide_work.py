@@ -28,7 +28,10 @@ FLOP = 100.0  # an undivided FLOP costs as much as moving this many bytes: a pin
 WEIGHT = 100.0  # likewise a byte of an undivided weight or embedding table
 IDLE = 1e-4  # a byte of an undivided result: breaks ties in favour of dividing
 PARTIAL_BYTE = 1e-3  # a byte kept as a partial sum: breaks ties in favour of reducing early
-PRODUCTS = {"linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "addbmm", "bilinear", "experts_mm"}
+PRODUCTS = {
+    *("linear", "mm", "bmm", "matmul", "addmm", "baddbmm", "einsum", "addbmm", "bilinear", "experts_mm"),
+    *("opaque", "opaque_drawing", "opaque_seeded"),
+}
 
 aten = torch.ops.aten
 
@@ -286,6 +289,9 @@ def own_cost(node: fx.Node, choice: Choice, plan: Strategy, axis: int, n: int) -
     return total
 
 
+_COUNTED: dict[tuple[Any, str], float] = {}  # FLOPs of equal calls
+
+
 def flops(node: fx.Node) -> float:
     """FLOPs of the whole op, forward, as torch's counter has them; 0 but of products, convolutions and the like."""
     if not has_flops(node.target):
@@ -297,9 +303,15 @@ def flops(node: fx.Node) -> float:
         if is_recurrent(node.target):
             node.meta["autopar_flops"] = float(recurrent_flops(args))
             return float(node.meta["autopar_flops"])
-        with torch.no_grad(), FlopCounterMode(display=False) as counter:
-            node.target(*args, **kwargs)  # type: ignore[operator]
-        node.meta["autopar_flops"] = float(counter.get_total_flops())
+        described = tree_map(
+            lambda a: (tuple(a.shape), a.stride(), a.dtype) if isinstance(a, torch.Tensor) else a, (args, kwargs)
+        )
+        key = node.target, repr(described)
+        if key not in _COUNTED:
+            with torch.no_grad(), FlopCounterMode(display=False) as counter:
+                node.target(*args, **kwargs)  # type: ignore[operator]
+            _COUNTED[key] = float(counter.get_total_flops())
+        node.meta["autopar_flops"] = _COUNTED[key]
     return float(node.meta["autopar_flops"])
 
 

@@ -38,17 +38,41 @@ def follow_time(gm: fx.GraphModule, batch_inputs: frozenset[str], rows: tuple[in
 
 def follow_axis(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> TimeChoices:
     """The same on any one axis."""
+    found, refused = _followed(gm, batch_inputs, axis)
+    for error in refused.values():
+        raise error
+    if axis.is_time:
+        _refuse_split_buffers(gm.graph.output_node(), found.layouts)
+    return found
+
+
+def undecided(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> list[fx.Node]:
+    """The ops that `follow_axis` finds no way for, each the first on its path from the inputs."""
+    return list(_followed(gm, batch_inputs, axis)[1])
+
+
+def _followed(
+    gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis
+) -> tuple[TimeChoices, dict[fx.Node, AutoparError]]:
+    """What is decided, and the ops for which there is no way; what follows from these has no layout."""
     mesh = Mesh((axis,))
     ops: dict[fx.Node, Choice] = {}
     layouts: dict[fx.Node, Layout] = {}
-    memo: dict[Hashable, tuple[Choice, Strategy]] = {}
+    refused: dict[fx.Node, AutoparError] = {}
+    memo: dict[Hashable, tuple[Choice, Strategy] | AutoparError] = {}
     for node in gm.graph.nodes:
         if is_op(node):
-            have = tuple(layouts[n] for n in operand_nodes(node))
+            operands = operand_nodes(node)
+            if any(n not in layouts for n in operands):
+                continue
+            have = tuple(layouts[n] for n in operands)
             key = (call_key(node), have)
             if key not in memo:
                 memo[key] = _decide(node, have, mesh)
-            ops[node], made = memo[key]
+            if isinstance(decided := memo[key], AutoparError):
+                refused[node] = decided
+                continue
+            ops[node], made = decided
             if is_tensor(node):
                 assert made.results[0] is not None
                 layouts[node] = made.results[0]
@@ -60,45 +84,7 @@ def follow_axis(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) ->
             layouts[node] = Layout.uniform("R", 1, len(value(node).shape))
             if node.name in batch_inputs and node.op == "placeholder":
                 layouts[node] = layouts[node].with_shard(0, 0)
-        elif node.op == "output" and axis.is_time:
-            _refuse_split_buffers(node, layouts)
-    return TimeChoices(ops, layouts)
-
-
-def undecided(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> list[fx.Node]:
-    """The ops that `follow_axis` finds no way for, each the first on its path from the inputs."""
-    mesh = Mesh((axis,))
-    layouts: dict[fx.Node, Layout | None] = {}
-    found: list[fx.Node] = []
-    memo: dict[Hashable, Strategy | None] = {}
-    for node in gm.graph.nodes:
-        if is_op(node):
-            operands = operand_nodes(node)
-            have = tuple(layout for n in operands if (layout := layouts[n]) is not None)
-            made: Strategy | None = None
-            if len(have) == len(operands):
-                key = (call_key(node), have)
-                if key not in memo:
-                    memo[key] = _tried(node, have, mesh)
-                made = memo[key]
-                found += [node] * (made is None)
-            if is_tensor(node):
-                layouts[node] = made.results[0] if made is not None else None
-            for user in node.users:
-                if is_getitem(user):
-                    layouts[user] = made.results[user.args[1]] if made is not None else None
-        elif node.op in ("placeholder", "get_attr") and is_tensor(node):
-            start = Layout.uniform("R", 1, len(value(node).shape))
-            cut = node.name in batch_inputs and node.op == "placeholder"
-            layouts[node] = start.with_shard(0, 0) if cut else start
-    return found
-
-
-def _tried(node: fx.Node, have: tuple[Layout, ...], mesh: Mesh) -> Strategy | None:
-    try:
-        return _decide(node, have, mesh)[1]
-    except AutoparError:
-        return None
+    return TimeChoices(ops, layouts), refused
 
 
 def _refuse_split_buffers(output: fx.Node, layouts: dict[fx.Node, Layout]) -> None:
@@ -121,6 +107,9 @@ def cut_alike(known: TimeChoices, rows: tuple[int, ...]) -> bool:
     return all(strategy(node, mesh, [choice], (0,)) is not None for (_, choice), node in done.items())
 
 
-def _decide(node: fx.Node, have: tuple[Layout, ...], mesh: Mesh) -> tuple[Choice, Strategy]:
-    offered = ((c, strategy(node, mesh, [c], (0,))) for c in choices(node, mesh, 0, arriving(node, have, 0)))
-    return cheapest(node, have, [(c, plan) for c, plan in offered if plan is not None], mesh)
+def _decide(node: fx.Node, have: tuple[Layout, ...], mesh: Mesh) -> tuple[Choice, Strategy] | AutoparError:
+    try:
+        offered = ((c, strategy(node, mesh, [c], (0,))) for c in choices(node, mesh, 0, arriving(node, have, 0)))
+        return cheapest(node, have, [(c, plan) for c, plan in offered if plan is not None], mesh)
+    except AutoparError as error:
+        return error

@@ -197,6 +197,11 @@ class Layout:
     kinds: str
     dims: tuple[Split, ...]
 
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, Layout) and self.kinds == other.kinds and self.dims == other.dims
+
     def __hash__(self) -> int:
         found = self.__dict__.get("_hash")
         if found is None:
@@ -217,6 +222,8 @@ class Layout:
 
     def dim_of(self, axis: int) -> int | None:
         """The tensor dim that ``axis`` cuts."""
+        if self.kinds[axis : axis + 1] != "S":
+            return None
         return next((d for d, split in enumerate(self.dims) if axis in split.axes), None)
 
     def with_kind(self, axis: int, kind: str) -> Layout:

@@ -16,11 +16,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
+from autopar.errors import AutoparError
 from autopar.passes.completion import result_slots
 from autopar.passes.divide_work import flops
 from autopar.passes.facts import Choice, Strategy, operand_nodes, value
 from autopar.passes.follow_time import TimeChoices
 from autopar.passes.layout import Axis, Layout, Mesh
+from autopar.passes.parameter_states import ParameterState
 from autopar.passes.sequence import DIVIDE, Along, Dims, Held, Rows, rows_of
 from autopar.passes.strategy import choices, rule, strategy
 from autopar.passes.units import Units, is_parameter, producer_of
@@ -74,7 +76,8 @@ class Limit:
 class Roles:
     """``follow``: of each data axis, what every op does there; ``tensor``: the axis that divides work, with the
     ``limits`` of every op of the core and the tensors that are ``whole`` there, unless they can be cut along their
-    ``sequence``; ``cut``: the axis of the sequence, and what of every op lies ``along`` it."""
+    ``sequence``; ``cut``: the axis of the sequence, and what of every op lies ``along`` it; ``rests``: of parameters,
+    how they must rest on some axes, ``R`` or ``S<dim>``."""
 
     follow: Mapping[int, TimeChoices]
     tensor: int | None
@@ -83,6 +86,7 @@ class Roles:
     sequence: Mapping[fx.Node, Rows] = field(default_factory=dict)
     cut: int | None = None
     along: Mapping[fx.Node, Along] = field(default_factory=dict)
+    rests: Mapping[str, Mapping[int, str]] = field(default_factory=dict)
 
     @property
     def over(self) -> tuple[int, ...]:
@@ -103,6 +107,21 @@ class Roles:
             strategies = self.along[op].of(strategies, self.cut)
         return strategies if self.tensor is None else self.limits[op].of(strategies, self.tensor)
 
+    def resting(self, parameter: str, states: Sequence[ParameterState], mesh: Mesh) -> list[ParameterState]:
+        """The states of a parameter that are allowed. Raises AutoparError where a pinned layout leaves none."""
+        kept = list(states)
+        for axis, word in self.rests.get(parameter, {}).items():
+            found = [s for s in kept if _at_rest(s, axis) == word]
+            if not found:
+                name = mesh.axes[axis].name
+                legal = ", ".join(f"{name}:{x}" for x in dict.fromkeys(_at_rest(s, axis) for s in kept))
+                raise AutoparError(
+                    f"pin layout.{parameter}={name}:{word}: beside the other pins it may not rest so over "
+                    f"{name}={mesh.axes[axis].size}. Legal: {legal}."
+                )
+            kept = found
+        return kept
+
     def shared(self, tensor: fx.Node, layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
         """The layouts in which a tensor may be shared."""
         if self.tensor is None or tensor not in self.whole:
@@ -110,6 +129,11 @@ class Roles:
         rows = self.sequence.get(tensor)
         along = tuple(x for x in layouts if rows is not None and rows.cut_by(x, self.tensor))
         return along or tuple(x for x in layouts if x.kinds[self.tensor] != "S")
+
+
+def _at_rest(state: ParameterState, axis: int) -> str:
+    dim = state.rest.dim_of(axis)
+    return "R" if dim is None else f"S{dim}"
 
 
 def limits_of(

@@ -1,4 +1,4 @@
-"""The sequence: the rows of a model that are not those of its batch, and what an axis of its own (``sp=N``) cuts.
+"""The sequence: the rows of a model that are not those of its batch, and what an axis of its own (``cp=N``) cuts.
 
 Rows are dims of activations that come from the inputs and not from a weight. An axis of the sequence is an obligation,
 kept by leaving states out: an op keeps only what cuts a row that is not of the batch, where it can; where it cannot, it
@@ -142,12 +142,12 @@ def why_uncut(op: fx.Node, size: int, known: Along) -> str:
 
 def cuts_nothing(size: int, along: Mapping[fx.Node, Along]) -> str:
     """What to say where an axis of ``size`` ranks divides no op with FLOPs along the sequence."""
-    what = f"pins: sp={size} divides no matmul, attention or convolution of this model along its sequence"
+    what = f"pins: cp={size} divides no matmul, attention or convolution of this model along its sequence"
     found = lengths(along)
     if not found:
         return f"{what} (it has none). Pin dp or tp instead."
-    legal = [f"sp={d}" for d in range(2, found[0] + 1) if Axis("", d).fills(found[0])]
-    if f"sp={size}" in legal:
+    legal = [f"cp={d}" for d in range(2, found[0] + 1) if Axis("", d).fills(found[0])]
+    if f"cp={size}" in legal:
         return f"{what} (its {found[0]} places are read together). Pin dp or tp instead."
     shown = ", ".join(legal[:8]) + ", ..." * (len(legal) > 8)
     return f"{what} of {found[0]}. Legal: {shown}; or pin dp or tp instead."

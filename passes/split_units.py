@@ -99,7 +99,7 @@ class _Splitting:
         self.outputs: Sequence[fx.Node] = outputs
         self.updates: Sequence[fx.Node] = updates
         self.grads = _grads(gm, {n for n, ref in refs.items() if ref in wanted})
-        self.reach = _reach(gm, [self.outputs[i] for i in roots if i < len(self.outputs)], self.grads)
+        self.reach = reach(gm.graph, [self.outputs[i] for i in roots if i < len(self.outputs)], self.grads)
         self.unit = self._units()
 
     def run(self, recompute: Sequence[str]) -> UnitProgram:
@@ -288,13 +288,13 @@ def _tried(node: fx.Node, grads: set[fx.Node]) -> tuple[bool, ...]:
     )
 
 
-def _reach(gm: fx.GraphModule, roots: Sequence[fx.Node], grads: set[fx.Node]) -> set[fx.Node]:
-    """The nodes to which a gradient of the loss comes."""
+def reach(graph: fx.Graph, roots: Collection[fx.Node], grads: set[fx.Node]) -> set[fx.Node]:
+    """The nodes to which a gradient comes from ``roots``, of those that need one (``grads``)."""
     found = {n for n in grads if n in roots}
-    for node in reversed(gm.graph.nodes):
+    for node in reversed(graph.nodes):
         if node in grads and any(user in found for user in node.users):
             found.add(node)
     return found
 
 
-__all__ = ["Ref", "UnitCall", "UnitClass", "UnitProgram", "fqn_of", "split_units"]
+__all__ = ["Ref", "UnitCall", "UnitClass", "UnitProgram", "fqn_of", "reach", "split_units"]

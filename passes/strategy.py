@@ -17,7 +17,8 @@ from torch import fx
 from autopar.passes.calls import call_key
 from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
 from autopar.passes.layout import WHOLE, Axis, Layout, Mesh, Split, cuts_evenly
-from autopar.passes.rules.core import Dim, Dims, Rule, Special, Word, rule_of
+from autopar.passes.probe import probed, scale_literals
+from autopar.passes.rules.core import LOCALIZE, Dim, Dims, Rule, Special, Word, rule_of
 
 INVARIANT = Choice("I")
 REPLICATED = Choice("R")
@@ -29,9 +30,11 @@ MOST_PARTS = 64  # a cut that restarts more often than this is not offered: such
 
 
 def rule(node: fx.Node) -> Rule | None:
-    """`rule_of`, asked once a node."""
+    """`rule_of`, or what probing finds in its place; asked once a node."""
     if "autopar_rule" not in node.meta:
-        node.meta["autopar_rule"] = rule_of(node)
+        node.meta["autopar_rule"] = rule_of(node) or probed(node).rule
+        if node.meta["autopar_rule"] is not None and node.meta["autopar_rule"].scaled:
+            LOCALIZE.setdefault(node.target, scale_literals)
     found = node.meta["autopar_rule"]
     assert found is None or isinstance(found, Rule)
     return found
@@ -41,9 +44,10 @@ def choices(node: fx.Node, mesh: Mesh, axis: int, proposals: Iterable[Proposal] 
     """What ``node`` can do on ``axis`` with all other axes idle. ``proposals``: to offer besides the plain cut of a
     factor; they come first."""
     over_time, size = mesh.axes[axis].is_time, mesh.axes[axis].size
-    offered = [] if over_time else [INVARIANT]
-    offered.append(REPLICATED)
     found = rule(node)
+    offered = [] if over_time else [INVARIANT]
+    if found is None or found.addends:
+        offered.append(REPLICATED)
     if found is not None:
         proposed = [p for p in proposals if (p[1] or p[2]) and not (p[2] and (over_time or p[2] % size == 0))]
         for f in found.factors():
@@ -164,8 +168,8 @@ def _layout(
     for n, cut in zip(v.shape, cuts, strict=True):
         if len({how for _, how in cut}) > 1 or any(_innermost(found, chosen[a]) for a, _ in cut[:-1]):
             return None
-        split = replace(cut[0][1], axes=tuple(a for a, _ in cut)) if cut else WHOLE
-        if split.axes and not _fills(n, split, mesh):
+        split = Split(tuple(a for a, _ in cut), cut[0][1].parts, cut[0][1].items) if cut else WHOLE
+        if split.axes and not fills(n, split, mesh):
             return None
         dims.append(split)
     if "P" in kinds and not (v.dtype.is_floating_point or v.dtype.is_complex) and v.dtype.itemsize == 1:
@@ -209,11 +213,22 @@ def _parts(dim: Dim, choice: Choice, length: int, found: Rule) -> tuple[int, ...
     return (length // outer,) * outer
 
 
-def _fills(length: int, split: Split, mesh: Mesh) -> bool:
-    """Whether a dim is cut evenly, or by one axis of which every rank gets something."""
-    return cuts_evenly(length, split, mesh) or (
-        len(split.axes) == 1 and all(mesh.axes[split.axes[0]].fills(split.items or n) for n in split.parts or (length,))
-    )
+def fills(length: int, split: Split, mesh: Mesh) -> bool:
+    """Whether a dim is cut evenly, or by one axis of ranks of which every rank gets something, of every microbatch.
+
+    >>> mesh = Mesh((Axis("dp", 2), Axis("time", 2, (4, 3))))
+    >>> fills(7, Split((1, 0)), mesh), fills(7, Split((1, 0)), Mesh((Axis("dp", 4), Axis("time", 2, (6, 1)))))
+    (True, False)
+    """
+    if cuts_evenly(length, split, mesh):
+        return True
+    space = [mesh.axes[a] for a in split.axes if not mesh.axes[a].is_time]
+    rows = next((mesh.axes[a].rows for a in split.axes if mesh.axes[a].is_time), (1,))
+    lengths = [(n, r) for n in (split.items, *(split.parts or (length,))) if n for r in rows]
+    if len(space) != 1 or any(n * r % sum(rows) for n, r in lengths):
+        return False
+    pieces = lengths[: len(rows)] if split.items else lengths
+    return bool(pieces) and all(space[0].fills(n * r // sum(rows)) for n, r in pieces)
 
 
 def _items(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice]) -> dict[str, int] | None:
@@ -229,7 +244,7 @@ def _items(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice]) -> dict[str, int
         common = math.gcd(*(parts or _lengths(node, name)))
         items = wanted or common
         even = cuts_evenly(items, Split(axes), mesh)
-        if not common or common % items or (not even and (len(axes) > 1 or not mesh.axes[axes[0]].fills(items))):
+        if not common or common % items or not fills(items, Split(axes), mesh):
             return None
         found[name] = 0 if even else items
     return found

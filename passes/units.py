@@ -11,6 +11,8 @@ after:   embed | add, norm, linear, ... | add, norm, linear, ... | add, norm, he
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -26,7 +28,8 @@ from autopar.passes.insert_changes import is_getitem
 SHORTEST = 16  # ops of a unit that ends in a tensor with one reader: such a cut saves nothing
 LONGEST = 96  # ops of a unit that is cut again, with tensors that outlive a quarter of it set aside
 OUTLIVES = 48  # ops that such a tensor is at least alive for
-ASIDE = 4  # tensors that may be set aside at one place
+ASIDE = 4  # tensors in each other's way that may be set aside at one place
+SCALES = frozenset(f"aten.{op}.{of}" for op in ("mul", "div") for of in ("Tensor", "Scalar"))
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,11 +146,11 @@ def is_parameter(node: fx.Node, parameters: frozenset[str]) -> bool:
 
 @dataclass(frozen=True)
 class _Span:
-    """One core tensor: alive after ops ``[made, last)``; ``reads``: how many slots read it."""
+    """One core tensor: alive after ops ``[made, last)``; ``reads``: the place of every slot that reads it."""
 
     made: int
     last: int
-    reads: int
+    reads: tuple[int, ...]
 
 
 def _cuts(ops: Sequence[fx.Node], parameters: frozenset[str]) -> list[int]:
@@ -168,7 +171,7 @@ def _spans(ops: Sequence[fx.Node]) -> list[_Span]:
         for operand in operand_nodes(op):
             if producer_of(operand) in place:
                 read.setdefault(operand, []).append(i)
-    return [_Span(place[producer_of(t)], max(at), len(at)) for t, at in read.items()]
+    return [_Span(place[producer_of(t)], max(at), tuple(at)) for t, at in read.items()]
 
 
 def _narrow(spans: Iterable[_Span], start: int, end: int) -> list[int]:
@@ -188,7 +191,7 @@ def _narrow(spans: Iterable[_Span], start: int, end: int) -> list[int]:
         alive, which = alive + width[p], which + held[p]
         if alive > 1 or (alive == 1 and which in seen):
             continue
-        if alive == 0 or known[which].reads > 1 or p - before >= SHORTEST:
+        if alive == 0 or len(known[which].reads) > 1 or p - before >= SHORTEST:
             found.append(start + p)
             before = p
             seen.add(which)
@@ -197,18 +200,32 @@ def _narrow(spans: Iterable[_Span], start: int, end: int) -> list[int]:
 
 def _again(spans: Sequence[_Span], start: int, end: int) -> list[int]:
     """Cuts of a long unit once tensors that are alive for most of it (an encoder's output in a decoder, a position
-    bias) are set aside."""
+    bias, a U-Net's skips) are set aside; what is long then is cut again."""
     least = max(OUTLIVES, (end - start) // 4)
     lives = [max(0, min(s.last, end) - max(s.made, start)) for s in spans]
-    aside = [0] * (end - start + 1)
-    for span, life in zip(spans, lives, strict=True):
-        if life > least:
-            for p in range(max(span.made, start) - start, min(span.last, end) - start):
-                aside[p] += 1
-    if max(aside) == 0:
+    aside = [s for s, life in zip(spans, lives, strict=True) if life > least]
+    if not aside:
         return []
     kept = [s for s, life in zip(spans, lives, strict=True) if life <= least]
-    return [p for p in _narrow(kept, start, end) if aside[p - start] <= ASIDE]
+    found = [p for p in _narrow(kept, start, end) if _crossing([s for s in aside if s.made <= p < s.last]) <= ASIDE]
+    for before, last in pairwise([start - 1, *found, end - 1] if found else ()):
+        if last - before > LONGEST:
+            found += _again(spans, before + 1, last + 1)
+    return found
+
+
+def _crossing(alive: Iterable[_Span]) -> int:
+    """How many tensors that are alive at one place are in each other's way: all that are read midway, and of those that
+    are read near their ends only, as many as end in the order they were made in. (A U-Net's skips end in the opposite
+    order: whatever is between the ends of one can be decided before it, so that they never meet.)"""
+    midway, ends = 0, list[int]()
+    for span in sorted(alive, key=lambda s: (s.made, s.last)):
+        if any(span.made + OUTLIVES < at < span.last - OUTLIVES for at in span.reads):
+            midway += 1
+            continue
+        place = bisect_right(ends, span.last)
+        ends[place : place + 1] = [span.last]
+    return midway + len(ends)
 
 
 # -- which are equal -------------------------------------------------------------------------------------------------
@@ -266,7 +283,8 @@ def _key(
 
     lines = []
     for op in ops:
-        args = tuple(_words(a, word) for a in op.args)
+        scales = str(op.target) in SCALES
+        args = tuple("factor" if scales and _is_factor(a) else _words(a, word) for a in op.args)
         kwargs = tuple((k, _words(a, word)) for k, a in sorted(op.kwargs.items()) if k not in ("device", "draw"))
         made = tuple((_index(t), mark(t), *outside(t)) for t in results_of(op))
         lines.append((str(op.target), args, kwargs, tuple(fact(op).values), mark_op(op), made))
@@ -283,6 +301,11 @@ def _words(a: Any, word: Callable[[Any], Hashable]) -> Hashable:
     if isinstance(a, dict):
         return tuple((str(k), _words(x, word)) for k, x in sorted(a.items()))
     return word(a)
+
+
+def _is_factor(a: Any) -> bool:
+    """A number to multiply or divide by (a depth's chance to drop, its scale): which one makes no plan another."""
+    return isinstance(a, float) and a != 0 and math.isfinite(a)
 
 
 def _literal(a: Any) -> Hashable:

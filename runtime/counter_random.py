@@ -53,6 +53,11 @@ def random_key(seed: int, step: int) -> int:
     return _signed(_mix(_mix(seed) + step))
 
 
+def seed_of(draw: int, step_key: int) -> int:
+    """Where a generator of torch starts for all numbers of one draw in one step."""
+    return _mix(_mix(step_key) ^ _mix(draw)) >> 1
+
+
 def runs_of(pieces: Sequence[Runs]) -> list[int]:
     """The argument ``runs`` for the pieces of all microbatches: of every dim the number of its runs, and these.
 

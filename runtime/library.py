@@ -12,10 +12,12 @@ ADJOINTS: dict[str, Callable[..., Any]] = {}  # of differentiable ops, by name: 
 LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]  # lives with the process
 
 
-def kernels(schema: str, forward: Callable[..., Any], fake: Callable[..., Any]) -> str:
+def kernels(
+    schema: str, forward: Callable[..., Any], fake: Callable[..., Any], tags: tuple[torch.Tag, ...] = ()
+) -> str:
     """Define an op with one kernel for CPU and CUDA and one for fake tensors; its name."""
     name = schema.split("(")[0]
-    LIBRARY.define(schema)
+    LIBRARY.define(schema, tags=tags)
     for device in ("CPU", "CUDA"):
         LIBRARY.impl(name, forward, device)
     torch.library.register_fake(f"autopar::{name}", fake, lib=LIBRARY)

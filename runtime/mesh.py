@@ -24,6 +24,8 @@ from autopar.errors import AutoparError
 from autopar.passes.layout import INVARIANT, REPLICATE, Layout, Mesh, replace
 
 TIMEOUT = timedelta(minutes=10)
+WAITED = ("gloo", "NCCL", "Timed out", "Connection", "closed by peer", "c10d")
+"""Words of errors of a collective that waited for another rank."""
 
 _groups: dict[tuple[dist.ProcessGroup, tuple[int, ...], timedelta], dist.ProcessGroup] = {}
 
@@ -192,6 +194,11 @@ def placements(layout: Layout, order: Sequence[int]) -> list[Placement]:
     return out or [Replicate()]
 
 
+def blames_another(error: BaseException) -> bool:
+    """Whether an error is that of a collective which waited for another rank in vain."""
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in WAITED)
+
+
 @contextmanager
 def naming(ranks: Ranks, step: int) -> Iterator[None]:
     """Say which ranks a failed collective waited for. Every rank notes in the store which step it has begun (0: what
@@ -204,8 +211,7 @@ def naming(ranks: Ranks, step: int) -> Iterator[None]:
         raise
     except Exception as error:
         text = str(error)
-        waited = ("gloo", "NCCL", "Timed out", "Connection", "closed by peer", "c10d")
-        if not isinstance(error, RuntimeError) or not any(word in text for word in waited):
+        if not blames_another(error):
             with suppress(RuntimeError):  # the others time out without knowing why
                 ranks.store.set(f"step/{ranks.rank}", f"{begun} {type(error).__name__}: {' '.join(text.split())[:200]}")
             raise
@@ -230,6 +236,13 @@ def _missing(ranks: Ranks, step: int) -> str:
         elif int(begun) < step:
             behind.append(f"rank {other} is in step {begun}")
     return ", ".join(behind) or "every rank has begun it, one stopped inside"
+
+
+def begun(ranks: Ranks, step: int) -> list[int]:
+    """The other ranks that have begun a step, as `naming` has it, and not failed in it."""
+    notes = {other: f"step/{other}" for other in range(ranks.count) if other != ranks.rank}
+    found = [other for other, key in notes.items() if ranks.store.check([key])]
+    return [other for other in found if ranks.store.get(notes[other]).decode() == str(step)]
 
 
 def everyone(mesh: DeviceMesh) -> dist.ProcessGroup:

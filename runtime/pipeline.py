@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError
-from autopar.runtime.mesh import RankError
+from autopar.runtime.mesh import RankError, blames_another
 from autopar.runtime.parameters import digest
 
 Action: TypeAlias = tuple[str, int, int]
@@ -27,8 +28,6 @@ Spec: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 """Shape and dtype of a tensor on the wire."""
 Edge: TypeAlias = tuple[int, int]
 """The pipeline ranks that a message leaves and reaches."""
-WAITED = ("gloo", "NCCL", "Timed out", "Connection", "closed by peer", "c10d")
-"""Words of errors of a collective that waited for another rank: the rank to blame is that one."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +55,14 @@ class Message(NamedTuple):
     target: int
     gradient: bool
 
+    @property
+    def what(self) -> str:
+        """What it carries, in words."""
+        return f"microbatch {self.microbatch}'s {'gradient of ' if self.gradient else ''}value {self.number}"
+
     def __str__(self) -> str:
-        what = f"microbatch {self.microbatch}'s {'gradient of ' if self.gradient else ''}value {self.number}"
         there, back = (self.target, self.source) if self.gradient else (self.source, self.target)
-        return f"{what} from stage {there} to stage {back}"
+        return f"{self.what} from stage {there} to stage {back}"
 
     def edge(self, ranks: int) -> Edge:
         """The pipeline ranks it leaves and reaches."""
@@ -145,7 +148,7 @@ class Pipeline:
         specs: Callable[[int, int], Spec],
     ) -> None:
         self.schedule, self.crossings = schedule, tuple(sorted(crossings, key=lambda c: c.number))
-        self.transport, self.specs = transport, specs
+        self.transport, self.specs = transport, cache(specs)  # asked for every message of every step
         self.ranks, self.rank = len(schedule), transport.rank
         self.actions = schedule[self.rank]
         self._made: dict[int, list[Crossing]] = {}
@@ -195,9 +198,8 @@ class Pipeline:
         except RankError:
             raise
         except BaseException as error:
-            text = " ".join(str(error).split())
-            if not isinstance(error, RuntimeError) or not any(word in text for word in WAITED):
-                self.transport.fail(f"{type(error).__name__}: {text[:200]}")
+            if not blames_another(error):
+                self.transport.fail(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}")
             raise
 
     def stage(self, chunk: int) -> int:

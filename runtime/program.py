@@ -37,7 +37,7 @@ from autopar.runtime.units import Fallback
 from autopar.runtime.weights import Weights
 
 if TYPE_CHECKING:
-    from autopar.passes.lower import InputUse, Local, OutputUse
+    from autopar.passes.lower import InputUse, Local, OutputUse, ParameterUse
     from autopar.passes.split_tail import Tail
 
 UNREACHED = "step: no trainable parameter reaches the loss. Unfreeze one, or call in eval mode."
@@ -87,6 +87,7 @@ class Program:
         )
         names = next((p.device_mesh.mesh_dim_names for p in tensors.parameters() if isinstance(p, DTensor)), None) or ()
         self._order = tuple(self.mesh.index(name) for name in names if self.mesh.space)
+        self._held = {use.fqn: self._resting(use) for stage in self.stages for use in stage.local.parameters}
         self.data_axes = _data_axes(self.local.inputs, self.mesh)
         self.seed, self.steps, self._compared = seed, 0, False
         self._executors: dict[bool, Pipeline] = {}
@@ -177,7 +178,7 @@ class Program:
         for chunk, stage in enumerate(self.stages):
             buffers = [self.tensors.get_buffer(name) for name in stage.local.buffers]
             letters = [letter for letter, c, _ in self.actions if c == chunk and (train or letter == "F")]
-            weights = self._weights(stage, letters, train=train)
+            weights = self._weights(stage, letters)
             given: dict[str, Sequence[Any]] = {"buffer": buffers, "key": key}
             mine = StageStep(stage, weights, self.rows, batch.pieces, batch.whole, given, self, train=train, keep=keep)
             steps.append(mine)
@@ -207,18 +208,22 @@ class Program:
         at = self.mesh.coordinates(self.ranks.place, microbatch)
         return use.layout.local_shape(use.shape, self.mesh, at), use.dtype
 
-    def _weights(self, stage: Stage, letters: Sequence[str], *, train: bool) -> Weights:
+    def _resting(self, use: ParameterUse) -> DTensor:
+        """The parameter, which rests as its use says."""
+        parameter = self.tensors.get_parameter(use.fqn)
+        assert isinstance(parameter, DTensor)
+        there = placements(use.rest, self._order) == list(parameter.placements)
+        assert there, f"{use.fqn} does not rest as {use.rest}"
+        return parameter
+
+    def _weights(self, stage: Stage, letters: Sequence[str]) -> Weights:
         """The parameters of a stage at the start of a step."""
-        rests, wanted = [], []
-        for use in stage.local.parameters:
-            parameter = self.tensors.get_parameter(use.fqn)
-            assert isinstance(parameter, DTensor)
-            if parameter.requires_grad and not use.trainable:
+        parameters = [self._held[use.fqn] for use in stage.local.parameters]
+        wanted = [parameter.requires_grad for parameter in parameters]
+        for use, wants in zip(stage.local.parameters, wanted, strict=True):
+            if wants and not use.trainable:
                 raise AutoparError(f"{use.fqn}: was frozen when compiled and now requires a gradient. Compile again.")
-            there = placements(use.rest, self._order) == list(parameter.placements)
-            assert there, f"{use.fqn} does not rest as {use.rest}"
-            rests.append(local(parameter).detach())
-            wanted.append(parameter.requires_grad)
+        rests = [local(parameter).detach() for parameter in parameters]
         return Weights(stage.ways, stage.local.parameters, rests, wanted, letters)
 
     def _deliver(self, steps: Sequence[StageStep]) -> None:
@@ -230,8 +235,7 @@ class Program:
                 found[fqn] = found[fqn].add_(gradient) if fqn in found else gradient
         self._tie(found)
         for fqn, gradient in found.items():
-            parameter = self.tensors.get_parameter(fqn)
-            assert isinstance(parameter, DTensor)
+            parameter = self._held[fqn]
             old = parameter.grad
             if old is not None:
                 assert isinstance(old, DTensor) and old.placements == parameter.placements, f"{fqn}.grad"

@@ -373,8 +373,7 @@ class TorchTransport:
         """Who waits for what."""
         back = message.gradient != link.sends  # the stage at this end is the message's source
         own, other = (message.source, message.target) if back else (message.target, message.source)
-        what = f"microbatch {message.microbatch}'s {'gradient of ' if message.gradient else ''}value {message.number}"
-        what = "the first message" if message.number < 0 else what
+        what = "the first message" if message.number < 0 else message.what
         who, peer = f"rank {self.ids[self.rank]} (stage {own})", f"rank {link.peer} (stage {other})"
         return f"{who}: waited {waited:.3g} s " + (
             f"for {peer} to take {what}" if link.sends else f"for {what} from {peer}"

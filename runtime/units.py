@@ -8,15 +8,17 @@ some time later `weights`, whose graphs are made when they are first asked for.
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.graph import _BoxedCodeGen
+from torch.fx.graph_module import _forward_from_src
 
 from autopar.passes.differentiate import Untraceable, differentiate
 from autopar.passes.split_backward import Part, Parted, split_backward
@@ -43,6 +45,10 @@ class Gradient:
     fresh: bool
 
 
+Ready = Callable[[list[Any]], Sequence[Any]]
+"""Takes one list of arguments, which it empties."""
+
+
 class Unit:
     """One class of units; this one has a forward alone. ``reads``: the arguments that backward is given again;
     ``tangents``: the outputs of which it takes gradients; ``grads``: the arguments of which it may give some; ``why``:
@@ -56,14 +62,17 @@ class Unit:
     def __init__(self, kind: UnitClass) -> None:
         self.kind = kind
 
+    def _ready(self, graph: fx.GraphModule, outputs: int) -> Ready:
+        """How a graph is run. ``outputs``: of its results those that come first; the others are held."""
+        return boxed(graph)
+
     @cached_property
-    def _run(self) -> fx.GraphModule:
-        return boxed(self.kind.graph)
+    def _run(self) -> Ready:
+        return self._ready(self.kind.graph, len(self.kind.flows))
 
     def run(self, args: list[Any]) -> Sequence[Tensor]:
         """The outputs alone, without anything for backward. Empties ``args``, so that each may go when it was read."""
-        made: tuple[Tensor, ...] = self._run(args)
-        return made
+        return self._run(args)
 
     def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
         """The outputs, and what to hold for backward. Empties ``args``."""
@@ -100,13 +109,25 @@ class Unit:
         return made
 
 
-def boxed(gm: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, called with one list of its arguments, which it empties."""
+OPS = re.compile(r"\btorch\.ops\.(\w+)\.(\w+)\.(\w+)(?=\()")
+
+
+def boxed(gm: fx.GraphModule) -> Ready:
+    """The same graph as a function of one list of its arguments, which it empties. Its ops are bound once: looked up by
+    ``torch.ops.aten.mm.default`` at every call, a small one would spend more than half of its time on names."""
     codegen = gm.graph._codegen
     gm.graph.set_codegen(_BoxedCodeGen())
-    made = fx.GraphModule(gm, gm.graph)
+    code = gm.graph.python_code("self")
     gm.graph.set_codegen(codegen)
-    return made
+    names = dict(code.globals)
+
+    def bound(match: re.Match[str]) -> str:
+        namespace, packet, overload = match.groups()
+        name = f"{namespace}_{packet}_{overload}"
+        names[name] = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._op
+        return name
+
+    return partial(_forward_from_src(OPS.sub(bound, code.src), names), gm)
 
 
 class Explicit(Unit):
@@ -121,25 +142,27 @@ class Explicit(Unit):
         self.strides = [n.meta["val"].stride() for n in taken[len(taken) - len(made.tangents) :]]
 
     @cached_property
-    def _forward(self) -> fx.GraphModule:
-        return boxed(self.made.forward)
+    def _forward(self) -> Ready:
+        return self._ready(self.made.forward, self.outputs)
 
     @cached_property
-    def _backward(self) -> fx.GraphModule:
+    def _backward(self) -> Ready:
         assert self.made.backward is not None
-        return boxed(self.made.backward)
+        return self._ready(self.made.backward, len(self.grads))
 
     @cached_property
     def _parted(self) -> Parted:
         return split_backward(self.made, self.kind.kinds)
 
     @cached_property
-    def _inputs(self) -> fx.GraphModule | None:
-        return boxed(self._parted.inputs.graph) if self._parted.inputs else None
+    def _inputs(self) -> Ready | None:
+        part = self._parted.inputs
+        return self._ready(part.graph, len(part.grads)) if part else None
 
     @cached_property
-    def _weights(self) -> fx.GraphModule | None:
-        return boxed(self._parted.weights.graph) if self._parted.weights else None
+    def _weights(self) -> Ready | None:
+        part = self._parted.weights
+        return self._ready(part.graph, len(part.grads)) if part else None
 
     @property
     def input_reads(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -39,7 +40,7 @@ class Ways:
     """``at_use``: the parameters, as places in `Local.parameters`, that are gathered for each unit that reads them;
     ``entered``: once a step, before anything is read; ``prologue``, ``forward`` and ``backward`` (by call): gathered
     at use, and where backward is parted for its ``parts``, ``I`` and ``W``; ``reduced`` in the order in which backward
-    starts them; ``reached``: the parameters that the loss has a gradient for."""
+    starts them, and by call (``after``); ``reached``: the parameters that the loss has a gradient for."""
 
     at_use: frozenset[int]
     entered: tuple[Bucket, ...]
@@ -49,6 +50,14 @@ class Ways:
     parts: Mapping[str, tuple[tuple[Bucket, ...], ...]]
     reduced: tuple[Reduced, ...]
     reached: frozenset[int]
+
+    @cached_property
+    def after(self) -> Mapping[int, Sequence[Reduced]]:
+        """The reductions that wait for the backward of each call."""
+        found: dict[int, list[Reduced]] = {}
+        for r in self.reduced:
+            found.setdefault(r.after, []).append(r)
+        return found
 
     def moves(self, microbatches: int, *, train: bool) -> Iterator[tuple[Bucket, int, int]]:
         """How often each bucket goes in a step: (bucket, times from rest to use, times back)."""
@@ -187,8 +196,8 @@ class Weights:
 
     def reduce(self, after: int, last: bool) -> None:
         """Start the reductions that wait for the backward of this call; ``last``: of the last microbatch."""
-        for r in self.ways.reduced:
-            if r.after == after and (last or r.reduce == "microbatch"):
+        for r in self.ways.after.get(after, ()):
+            if last or r.reduce == "microbatch":
                 sums = [self._sum(i, r.bucket) for i in r.bucket.members]
                 if len(self._back) == UNDER_WAY:
                     self._bring(self._back.popleft())

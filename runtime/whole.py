@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -28,13 +28,8 @@ def whole(tensor: Tensor, room: Tensor) -> Tensor:
         return tensor
     if not any(held.is_shard() for held in tensor.placements):
         return tensor._local_tensor
-    own, rank, group = tensor._local_tensor.detach().contiguous(), dist.get_rank(), everyone(tensor.device_mesh)
-    full = torch.empty(tensor.shape, dtype=tensor.dtype, device=own.device)
-    for holder, shape, index in pieces(tensor, tensor.device_mesh):
-        piece = own if rank == holder else _in(room, shape, tensor.dtype)
-        dist.broadcast(piece, src=holder, group=group)
-        full[index] = piece
-    return full
+    mesh, own = tensor.device_mesh, tensor._local_tensor.detach().contiguous()
+    return _broadcast(tensor, own, mesh, everyone(mesh), lambda shape: _in(room, shape, tensor.dtype))
 
 
 def everywhere(parameter: Tensor, value: Tensor | None, ranks: Ranks) -> Tensor | None:
@@ -46,11 +41,24 @@ def everywhere(parameter: Tensor, value: Tensor | None, ranks: Ranks) -> Tensor 
     if not any(here for (here,) in ranks.gather_numbers([int(value is not None and is_here(parameter))])):
         return None
     own = None if value is None else local(value).detach().contiguous()
-    full = torch.empty(parameter.shape, dtype=parameter.dtype, device=ranks.device)
-    for holder, shape, index in pieces(parameter):
-        piece = own if ranks.rank == holder else torch.empty(shape, dtype=parameter.dtype, device=ranks.device)
+    empty = lambda shape: torch.empty(shape, dtype=parameter.dtype, device=ranks.device)
+    return _broadcast(parameter, own, home(parameter), ranks.world, empty)
+
+
+def _broadcast(
+    like: DTensor,
+    own: Tensor | None,
+    mesh: DeviceMesh,
+    group: dist.ProcessGroup,
+    room: Callable[[tuple[int, ...]], Tensor],
+) -> Tensor:
+    """The whole tensor on every rank of ``group``. ``own``: the piece of this rank; ``mesh``: the ranks whose pieces
+    count; ``room``: where a piece of such a shape comes in."""
+    full = torch.empty(like.shape, dtype=like.dtype, device=like._local_tensor.device)
+    for holder, shape, index in pieces(like, mesh):
+        piece = own if dist.get_rank() == holder else room(shape)
         assert piece is not None
-        dist.broadcast(piece, src=holder, group=ranks.world)
+        dist.broadcast(piece, src=holder, group=group)
         full[index] = piece
     return full
 

@@ -25,6 +25,7 @@ from autopar.errors import AutoparError
 from autopar.passes.facts import LAYOUT
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.split_units import Ref, UnitCall, UnitProgram
+from autopar.runtime.opaque import OPAQUE
 from autopar.runtime.source import PROGRAM, TENSORS
 from autopar.runtime.source_text import HOLE, WIDTH, Function, Literal, Merged, Template, merge, shape_text
 from autopar.runtime.units import Explicit, Unit
@@ -146,6 +147,11 @@ class _Writer:
                     raise AutoparError(
                         f"save: autograd runs {calls[0].fqn or 'the model'} ({unit.why}), so there is no source of its "
                         "backward. Rewrite it so that it can be traced, or run the plan by autopar.compile."
+                    )
+                if any(n.target in OPAQUE for n in unit.kind.graph.graph.nodes):
+                    raise AutoparError(
+                        f"save: {calls[0].fqn or 'the model'} calls Python of the model as it is, which a program "
+                        "without the model has not. Run the plan by autopar.compile."
                     )
                 self._unit(unit, calls, rows if shared[id(unit)] < len(units) else 0)
         self._parameters()

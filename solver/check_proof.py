@@ -10,7 +10,7 @@ plan's bound is the least of all and its gap is theirs.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isfinite
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,13 @@ from typing import Any
 import numpy as np
 
 from autopar.solver.file import Record, Saved, Weights, digest, load
+from autopar.solver.pipes import NO_PIPE, Pipe
 from autopar.solver.problem import Array, Assignment, Problem, Unit
+from autopar.solver.proof import each
 from autopar.solver.recompute import least, transients
 from autopar.solver.recompute_integer import integer_bound
+from autopar.solver.recompute_integer_stages import integer_stages_bound
+from autopar.solver.recompute_stages import fullest_anew, stage_bytes_bound, stages_bound_anew, taken
 from autopar.solver.search import Candidate
 
 ROUNDING = 1e-9
@@ -62,15 +66,18 @@ def check(proof: Mapping[str, Any], saved: Saved | str | Path) -> list[str]:
 def _entries(proof: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     scope = proof.get("scope")
     entries = scope.get("pruned") if isinstance(scope, Mapping) else None
-    return [e for e in entries if isinstance(e, Mapping)] if isinstance(entries, list) else []
+    return list(each(e for e in entries if isinstance(e, Mapping))) if isinstance(entries, list) else []
 
 
 def _name(entry: Mapping[str, Any]) -> str:
     """As `Candidate` prints itself."""
     try:
         axes = " x ".join(f"{size}@{stride}" for size, stride in entry["mesh"]) or "1 rank"
-        m = entry["microbatches"]
-        return f"{axes}, {m} microbatch{'es' * (m > 1)}"
+        m, stages = entry["microbatches"], ""
+        if "pipe" in entry:
+            ranks, virtual, schedule, _ = entry["pipe"]
+            stages = f", {ranks * virtual} stages{f' on {ranks} ranks' if virtual > 1 else ''}, {schedule}"
+        return f"{axes}, {m} microbatch{'es' * (m > 1)}{stages}"
     except (KeyError, TypeError, ValueError):
         return f"an entry without mesh and microbatches ({str(dict(entry))[:60]})"
 
@@ -87,9 +94,11 @@ def _same_candidates(proof: Mapping[str, Any], records: Mapping[str, Record]) ->
     yield from (
         f"{name}: {names.count(name)} times in the plan" for name in dict.fromkeys(names) if names.count(name) > 1
     )
-    counts = {(tuple(map(tuple, r.candidate.mesh)), r.candidate.microbatches) for r in records.values()}
-    for mesh in {mesh for mesh, _ in counts}:
-        missing = {m for _, m in counts} - {m for other, m in counts if other == mesh}
+    candidates = {r.candidate for r in records.values()}
+    every = {c.microbatches for c in candidates}
+    for mesh, pipe in dict.fromkeys((c.mesh, c.pipe) for c in candidates):
+        tried = {c.microbatches for c in candidates if (c.mesh, c.pipe) == (mesh, pipe)}
+        missing = {m for m in every - tried if _of_use(pipe, m)}
         yield from (f"mesh {mesh}: {m} microbatches is not among the candidates" for m in sorted(missing))
 
 
@@ -99,7 +108,9 @@ def _same_scope(proof: Mapping[str, Any], saved: Saved) -> Iterator[str]:
     given = scope if isinstance(scope, Mapping) else {}
     candidates = [r.candidate for r in saved.records]
     meshes = [[list(axis) for axis in mesh] for mesh in dict.fromkeys(c.mesh for c in candidates)]
-    for key, found in (("meshes", meshes), ("microbatches", sorted({c.microbatches for c in candidates}))):
+    counts = sorted({c.microbatches for c in candidates})
+    pipelines = [str(pipe) for pipe in dict.fromkeys(c.pipe for c in candidates)]
+    for key, found in (("meshes", meshes), ("microbatches", counts), ("pipelines", pipelines)):
         if given.get(key) != found:
             yield f"scope: other {key} in the plan than in the file"
     memory = given.get("memory")
@@ -135,7 +146,8 @@ class _Check:
 
     records: Mapping[str, Record]
     limit: float
-    known: dict[tuple[Candidate, tuple[Weights, ...]], float] = field(default_factory=dict)
+    known: dict[tuple[Candidate, tuple[Weights, ...], bool], float] = field(default_factory=dict)
+    fullest: dict[tuple[str, int, int, float], float] = field(default_factory=dict)
 
     def bound(self, record: Record) -> Iterator[str]:
         """The bound of one candidate is no more than what can be shown."""
@@ -163,13 +175,32 @@ class _Check:
             return shown
         if record.source is not None and not (_is_multiple(record, home) and _is_free(record.multipliers)):
             return shown
-        key = (home.candidate, record.multipliers)  # one optimum may dominate many
+        free = record.source is not None  # of all units, whatever stages they are in
+        key = (home.candidate, record.multipliers, free)  # one optimum may dominate many
         if key not in self.known:
-            self.known[key] = dual_bound(home.problem, record.multipliers)
-        shown = max(shown, self.known[key])
+            problem = replace(home.problem, pipeline=None) if free else home.problem
+            self.known[key] = dual_bound(problem, record.multipliers)
+        if not free:
+            shown = max(shown, self.known[key])
+        else:
+            shown = max(shown, self._of_share(record, home.problem, self.known[key]))
         if -inf < shown * (1 + ROUNDING) < record.bound and record.integer and record.source is None:
-            shown = max(shown, integer_bound(home.problem, record.multipliers, record.bound))
+            branch = integer_bound if home.problem.pipeline is None else integer_stages_bound
+            shown = max(shown, branch(home.problem, record.multipliers, record.bound))
         return shown
+
+    def _of_share(self, record: Record, problem: Problem, whole: float) -> float:
+        """What a step takes at least in a pipeline by the seconds of all units, or, if that is too little, also by
+        those of the fullest rank."""
+        candidate, alpha = record.candidate, record.multipliers[0][0]
+        shown = whole * _share(candidate)
+        if record.bound <= shown * (1 + ROUNDING) or candidate.pipe == NO_PIPE:
+            return shown
+        key = (digest(replace(problem, pipeline=None)), candidate.pipe.ranks, candidate.pipe.virtual, alpha)
+        if key not in self.fullest:
+            self.fullest[key] = fullest_anew(problem, *key[1:])
+        filling = min(1.0, candidate.pipe.fill / candidate.microbatches)
+        return max(shown, filling * whole + (1 - filling) * self.fullest[key])
 
     def _cannot_fit(self, record: Record) -> Iterator[str]:
         """A candidate without a bound has more bytes than the limit."""
@@ -181,19 +212,27 @@ class _Check:
             return
         if record.multipliers and dual_bound(record.problem, record.multipliers) == inf:
             return
-        nbytes = bytes_bound(record.problem, self.limit)
+        if record.problem.pipeline is not None:
+            if record.multipliers and integer_stages_bound(record.problem, record.multipliers) == inf:
+                return
+            nbytes = stage_bytes_bound(record.problem)
+        else:
+            nbytes = bytes_bound(record.problem, self.limit)
         if not nbytes > self.limit:
             yield f"{name}: left out for its bytes, but no more than {nbytes:g} of {self.limit:g} can be shown"
 
 
 def dual_bound(problem: Problem, multipliers: tuple[Weights, ...]) -> float:
-    """Seconds that no assignment within the limit beats: the least over ranges that cover every transient."""
+    """Seconds that no assignment within the limit beats: the least over ranges that cover every transient; with a
+    pipeline `stages_bound_anew`."""
+    if problem.pipeline is not None:
+        return stages_bound_anew(problem, multipliers)
     floor, sizes = transients(problem)
     needed = sizes[sizes >= floor]
     covered = np.zeros(len(needed), bool)
     bound = inf
-    for alpha, per_byte, low, high, time in multipliers:
-        if not (0 <= alpha <= 1 and per_byte >= 0 and time in (0.0, 1.0)):
+    for alpha, per_byte, low, high, time, *more in multipliers:
+        if more or not (0 <= alpha <= 1 and per_byte >= 0 and time in (0.0, 1.0)):
             return -inf
         covered |= (needed >= low) & (needed <= high)
         weights = np.array([time * alpha, time, time * (1 - alpha), per_byte, per_byte, 0.0, 0.0])
@@ -230,7 +269,8 @@ def _choice(proof: Mapping[str, Any], saved: Saved) -> Iterator[str]:
         if record.problem is None or record.assignment is None:
             yield f"{record.candidate}: {_show(record.seconds)} without an assignment that takes it"
             continue
-        time, nbytes = _cost(record.problem, record.assignment)
+        cost = _cost if record.problem.pipeline is None else taken
+        time, nbytes = cost(record.problem, record.assignment)
         if not _equal(time, record.seconds):
             yield f"{record.candidate}: its assignment takes {_show(time)}, the file says {_show(record.seconds)}"
         if nbytes > saved.memory_limit:
@@ -285,14 +325,27 @@ def _unit_rows(problem: Problem, unit: Unit, states: tuple[int, ...], borders: l
         yield f.table[tuple(reads[every[v]] for v, reads in zip(f.over, f.reads, strict=True))]
 
 
+def _of_use(pipe: Pipe, microbatches: int) -> bool:
+    """Whether a pipeline is tried with so many microbatches: with one, schedules do not differ."""
+    legal = pipe.virtual == 1 or microbatches % pipe.ranks == 0
+    return legal and (microbatches > 1 or pipe.schedule in ("accumulate", "1f1b"))
+
+
+def _share(candidate: Candidate) -> float:
+    """Of the seconds of all units, what a step takes at least: M microbatches and the fill, on the mean rank."""
+    ranks, m = candidate.pipe.ranks, candidate.microbatches
+    return (candidate.pipe.fill * ranks + m - candidate.pipe.fill) / (ranks * m)
+
+
 def _is_multiple(record: Record, home: Record) -> bool:
     one, other = record.candidate, home.candidate
-    return one.mesh == other.mesh and one.microbatches % other.microbatches == 0
+    stages = [c.pipe.ranks * c.pipe.virtual for c in (one, other)]
+    return one.mesh == other.mesh and one.microbatches % other.microbatches == 0 and stages[0] >= stages[1]
 
 
 def _is_free(multipliers: tuple[Weights, ...]) -> bool:
     """No price on bytes, no range of transients left out."""
-    return all(per_byte == 0 and low == 0 and high == inf and time == 1 for _, per_byte, low, high, time in multipliers)
+    return all(len(m) == 5 and m[1:] == (0.0, 0.0, inf, 1.0) for m in multipliers)
 
 
 def _largest(sums: tuple[tuple[tuple[str, float, float], ...], ...]) -> float:

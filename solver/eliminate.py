@@ -100,6 +100,8 @@ class Elimination:
             folded, fold = _fold(scope, self.sizes)
             self.scopes.append(folded)
             self._folds.append(fold)
+        self._names: dict[bytes | int, int] = {}
+        self._sorts: dict[tuple[int, ...], tuple[Index, Index]] = {}
         self._over: list[set[int]] = [set() for _ in sizes]
         for index, scope in enumerate(self.scopes):
             for v in scope.variables:
@@ -108,6 +110,7 @@ class Elimination:
         kept = frozenset(keep)
         self._steps = self._order([v for v in range(len(sizes)) if v not in kept], live)
         self.left = tuple(sorted(live))
+        self._names, self._sorts = {}, {}  # of use to the order alone
 
     def run(self, tables: Sequence[Array]) -> list[Array]:
         """The given tables and those that elimination makes."""
@@ -179,13 +182,30 @@ class Elimination:
 
     def _cost(self, variable: int, live: set[int]) -> int:
         joint = [i for i in self._over[variable] if i in live and len(self.scopes[i].variables) > 1]
-        return prod(len(_rows(self._maps(v, joint))[0]) for v in self._variables(joint)) if joint else 0
+        return prod(len(self._rows(v, joint)[0]) for v in self._variables(joint)) if joint else 0
 
     def _variables(self, tables: Collection[int]) -> list[int]:
         return sorted({v for i in tables for v in self.scopes[i].variables})
 
-    def _maps(self, variable: int, tables: Collection[int]) -> list[Index]:
-        return [self.scopes[i].maps[d] for i in sorted(tables) for d in self.scopes[i].dims(variable)]
+    def _rows(self, variable: int, tables: Collection[int]) -> tuple[Index, Index]:
+        """States of a variable that differ in what they read of tables: one of each sort, and the sort of every one."""
+        maps: dict[int, Index] = {}  # a map that comes again tells nothing new
+        for i in sorted(tables):
+            scope = self.scopes[i]
+            for v, reads in zip(scope.variables, scope.maps, strict=True):
+                if v == variable:
+                    maps.setdefault(self._name(reads), reads)
+        key = tuple(maps)
+        if key not in self._sorts:
+            self._sorts[key] = _rows(list(maps.values()))
+        return self._sorts[key]
+
+    def _name(self, reads: Index) -> int:
+        """The same number for equal maps. (Maps live as long as their scopes, so that their ids are theirs.)"""
+        name = self._names.get(id(reads))
+        if name is None:
+            name = self._names[id(reads)] = self._names.setdefault(reads.tobytes(), len(self._names))
+        return name
 
     def _eliminate(self, variable: int, live: set[int]) -> _Step:
         tables = sorted(i for i in self._over[variable] if i in live)
@@ -217,13 +237,13 @@ class Elimination:
         return [sorted(g) for g in groups]
 
     def _size(self, variable: int, tables: Sequence[int]) -> int:
-        return prod(len(_rows(self._maps(v, tables))[0]) for v in self._variables(tables) if v != variable)
+        return prod(len(self._rows(v, tables)[0]) for v in self._variables(tables) if v != variable)
 
     def _bucket(self, variable: int, tables: Sequence[int], alone: bool) -> tuple[_Bucket, Scope]:
         """The product of tables, the variable first, and the scope of its minimum."""
         others = [v for v in self._variables(tables) if v != variable]
-        first, groups = _rows(self._maps(variable, tables)) if tables else (np.zeros(1, np.int64), None)
-        domains = {v: _rows(self._maps(v, tables)) for v in others}
+        first, groups = self._rows(variable, tables) if tables else (np.zeros(1, np.int64), None)
+        domains = {v: self._rows(v, tables) for v in others}
         axes = [variable, *others]
         picks = {variable: first, **{v: rows for v, (rows, _) in domains.items()}}
         parts = tuple(_part(i, self.scopes[i], axes, picks) for i in tables)

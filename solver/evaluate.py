@@ -35,6 +35,10 @@ class Pattern:
     borders: tuple[int, ...]
     total: Array
 
+    def at(self, places: Sequence[int]) -> tuple[int, ...]:
+        """The states of some of the borders."""
+        return tuple(self.borders[i] for i in places)
+
 
 @dataclass(frozen=True, eq=False)
 class Outcome:

@@ -11,8 +11,8 @@ header refers to stretches of the other two; equal stretches are stored once, re
 >>> path = Path(tempfile.mkdtemp()) / "search.npz"
 >>> save(path, Saved((record,), memory_limit=8.0))
 >>> again = load(path).records[0]
->>> again.candidate, again.problem.classes[0].variables[0].states, digest(again.problem) == digest(problem)
-(Candidate(mesh=(), microbatches=1), ('fast', 'lean'), True)
+>>> str(again.candidate), again.problem.classes[0].variables[0].states, digest(again.problem) == digest(problem)
+('1 rank, 1 microbatch', ('fast', 'lean'), True)
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from typing import Any, cast
 import numpy as np
 
 from autopar.errors import AutoparError
+from autopar.solver.pipes import Pipe
 from autopar.solver.problem import (
     RESOURCES,
     Array,
@@ -36,16 +37,19 @@ from autopar.solver.problem import (
     Class,
     Factor,
     Index,
+    Pipeline,
     Problem,
     Unit,
     Variable,
 )
 from autopar.solver.search import Candidate, Found, Quick, Status
+from autopar.solver.stage_bound import Prices
 
-VERSION = 2
+VERSION = 3
 NOTHING = Quick(0.0)
-Weights = tuple[float, float, float, float, float]
-"""Multipliers of one range of transients: alpha, per_byte, low, high, time (see `lagrangian.Multipliers`)."""
+Weights = tuple[float, ...]
+"""Multipliers of one range of transients: alpha, per_byte, low, high, time (see `lagrangian.Multipliers`); of stages
+also the prices of a byte kept of one microbatch and of one made again, and a share (`stage_bound.Prices`)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -217,7 +221,12 @@ class _Writer:
             "units": [[u.kind, u.borders] for u in p.units],
             "memory_limit": _number(p.memory_limit),
             "counts": dict(p.counts),
+            "pipeline": None if p.pipeline is None else self._pipeline(p.pipeline),
         }
+
+    def _pipeline(self, p: Pipeline) -> list[Any]:
+        sends = [[self.numbers.add(s + 0.0), s.size] for s in p.sends]
+        return [p.ranks, p.virtual, p.microbatches, p.fill, list(p.in_flight), sends, p.schedule]
 
     def _variable(self, v: Variable) -> list[Any]:
         if v.states not in self._known:
@@ -270,7 +279,27 @@ class _Reader:
             tuple(Unit(kind, tuple(borders)) for kind, borders in p["units"]),
             _float(p["memory_limit"]),
             p["counts"],
+            None if p["pipeline"] is None else self._pipeline(*p["pipeline"]),
         )
+
+    def _pipeline(
+        self,
+        ranks: int,
+        virtual: int,
+        microbatches: int,
+        fill: float,
+        in_flight: list[float],
+        sends: list[tuple[int, int]],
+        schedule: str,
+    ) -> Pipeline:
+        each = tuple(self._stretch(start, size) for start, size in sends)
+        return Pipeline(ranks, virtual, microbatches, fill, tuple(in_flight), each, schedule)
+
+    def _stretch(self, start: int, size: int) -> Array:
+        found: Array = self._numbers[start : start + size]
+        if found.size != size:
+            raise ValueError("numbers are missing")
+        return found
 
     def _variable(self, data: list[Any]) -> Variable:
         name, kind, states, costs = data
@@ -297,24 +326,28 @@ class _Reader:
 
 
 def _plain(candidate: Candidate) -> list[Any]:
-    return [candidate.mesh, candidate.microbatches]
+    pipe = candidate.pipe
+    return [candidate.mesh, candidate.microbatches, pipe.ranks, pipe.virtual, pipe.schedule, pipe.fill]
 
 
 def _candidate(data: list[Any]) -> Candidate:
-    mesh, microbatches = data
-    return Candidate(tuple((int(size), int(stride)) for size, stride in mesh), int(microbatches))
+    mesh, microbatches, ranks, virtual, schedule, fill = data
+    pipe = Pipe(int(ranks), int(virtual), str(schedule), float(fill))
+    return Candidate(tuple((int(size), int(stride)) for size, stride in mesh), int(microbatches), pipe)
 
 
 def _weights(m: Any) -> Weights:
-    return float(m.alpha), float(m.per_byte), float(m.low), float(m.high), float(m.time)
+    own = float(m.alpha), float(m.per_byte), float(m.low), float(m.high), float(m.time)
+    return (*own, float(m.saved), float(m.again), float(m.share)) if isinstance(m, Prices) else own
 
 
 def _states(assignment: Assignment) -> list[Any]:
-    return [[int(s) for s in assignment.shared], [[int(s) for s in unit] for unit in assignment.units]]
+    units = [[int(s) for s in unit] for unit in assignment.units]
+    return [[int(s) for s in assignment.shared], units, [int(c) for c in assignment.cuts]]
 
 
-def _assignment(shared: list[int], units: list[list[int]]) -> Assignment:
-    return Assignment(tuple(shared), tuple(tuple(u) for u in units))
+def _assignment(shared: list[int], units: list[list[int]], cuts: list[int]) -> Assignment:
+    return Assignment(tuple(shared), tuple(tuple(u) for u in units), tuple(cuts))
 
 
 def _number(value: float) -> float | None:

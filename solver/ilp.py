@@ -116,6 +116,12 @@ def columns_of(problem: Problem, allowed: Sequence[Sequence[Index]] | None = Non
     return count
 
 
+def fewest_columns(problem: Problem) -> int:
+    """Of any program that leaves every variable a state."""
+    kinds = [problem.classes[u.kind] for u in problem.units]
+    return len(problem.shared) + sum(len(k.variables) + len(k.factors) for k in kinds)
+
+
 def solve_ilp(
     problem: Problem,
     *,

@@ -91,9 +91,35 @@ class Unit:
 
 
 @dataclass(frozen=True, eq=False)
+class Pipeline:
+    """How the units of a problem are cut into stages, and what their schedule makes of a step.
+
+    The mesh of the problem is then that of one stage's ranks. ``ranks``: of the pipeline, each with ``virtual`` stages;
+    stage ``c`` runs on rank ``c % ranks``. ``fill``: so often every stage's microbatch is waited for before the fullest
+    rank is always busy (1 under 1F1B). ``in_flight``: of each stage, how many microbatches are kept at once.
+    ``sends``: of each shared variable, by state, seconds in which it goes to another stage and its gradient comes back,
+    for one microbatch (zeros where nothing is sent).
+    """
+
+    ranks: int
+    virtual: int
+    microbatches: int
+    fill: float
+    in_flight: tuple[float, ...]
+    sends: tuple[Array, ...]
+    schedule: str = "1f1b"
+
+    @property
+    def stages(self) -> int:
+        """How many."""
+        return self.ranks * self.virtual
+
+
+@dataclass(frozen=True, eq=False)
 class Problem:
     """One candidate (a mesh and a number of microbatches). ``memory_limit`` in bytes a rank. ``counts``: how many
-    strategies the rules generated, and how many were dropped before solving by which exact argument."""
+    strategies the rules generated, and how many were dropped before solving by which exact argument. ``pipeline``:
+    where units are cut into stages; what that costs is in `solver.stages`."""
 
     name: str
     shared: tuple[Variable, ...]
@@ -101,14 +127,17 @@ class Problem:
     units: tuple[Unit, ...]
     memory_limit: float
     counts: Mapping[str, int] = field(default_factory=dict)
+    pipeline: Pipeline | None = None
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """A state for every shared variable, and for every variable of every unit."""
+    """A state for every shared variable, and for every variable of every unit. ``cuts``: the first unit of every stage
+    but the first, ascending."""
 
     shared: tuple[int, ...]
     units: tuple[tuple[int, ...], ...]
+    cuts: tuple[int, ...] = ()
 
 
 def totals(problem: Problem, assignment: Assignment) -> Array:

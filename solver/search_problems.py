@@ -17,8 +17,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import replace
+from math import inf
 
+from autopar.solver.effort import Effort
 from autopar.solver.evaluate import Evaluation
 from autopar.solver.lagrangian import Multipliers, lower_bound
 from autopar.solver.problem import Problem
@@ -35,8 +37,8 @@ def search_problems(
     pose: Callable[[Candidate], Problem],
     limit: float,
     target_gap: float = 0.005,
-    work_limit: int | None = None,
-    seconds_limit: float | None = None,
+    work_limit: float = inf,
+    effort: Effort | None = None,
 ) -> Found[Problem]:
     """`search` over candidates that pose problems. ``limit``: bytes a rank; that of every problem posed."""
     ready = _Ready()
@@ -45,10 +47,11 @@ def search_problems(
         wide = widened(multipliers)
         return lower_bound(problem, wide, ready.of(problem)), wide
 
-    def free(problem: Problem, answer: Any) -> tuple[float, Ranges]:
-        alphas = dict.fromkeys([1.0, *(m.alpha for m in answer.multipliers if m.time)])
+    def free(problem: Problem, multipliers: Ranges) -> tuple[float, Ranges]:
+        whole, evaluation = replace(problem, pipeline=None), ready.of(problem)
+        alphas = dict.fromkeys([1.0, *(m.alpha for m in multipliers if m.time)])
         points = [(Multipliers(alpha, 0.0),) for alpha in list(alphas)[:3]]
-        return max(((lower_bound(problem, p, ready.of(problem)), p) for p in points), key=lambda pair: pair[0])
+        return max(((lower_bound(whole, p, evaluation), p) for p in points), key=lambda pair: pair[0])
 
     return search(
         candidates,
@@ -62,7 +65,7 @@ def search_problems(
         lower_bound=found_at,
         free_bound=free,
         work_limit=work_limit,
-        seconds_limit=seconds_limit,
+        effort=effort,
     )
 
 

@@ -5,6 +5,8 @@
 3. Where the gap is still above the target: states that no better assignment can use are dropped (`marginals`), and an
    integer program over the others (`ilp`) finds the best, or shows that there is none; if they are few enough.
 
+A problem whose units are cut into stages is `solve_stages`'s.
+
 >>> import numpy as np
 >>> from autopar.solver.problem import Class, Problem, Unit, Variable
 >>> x = Variable("x", "op", ("fast", "lean"), np.array([[1.0, 0, 0, 0, 8.0, 0, 0], [2.0, 0, 0, 0, 4.0, 0, 0]]))
@@ -18,19 +20,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
-from typing import Literal
 
 import numpy as np
 
+from autopar.solver.answer import Answer
 from autopar.solver.evaluate import Evaluation
-from autopar.solver.ilp import ROUNDING, columns_of, solve_ilp
-from autopar.solver.lagrangian import Multipliers, Pool, Range, bound_ranges, least_memory
+from autopar.solver.ilp import ROUNDING, columns_of, fewest_columns, solve_ilp
+from autopar.solver.lagrangian import Pool, Range, bound_ranges, least_memory
 from autopar.solver.marginals import below, state_bounds
 from autopar.solver.master import mix
-from autopar.solver.problem import Assignment, Problem, peak, seconds, totals
+from autopar.solver.problem import Problem, peak, seconds, totals
+from autopar.solver.solve_stages import solve_stages
+
+__all__ = ["ILP_COLUMNS", "Answer", "solve"]
 
 ILP_COLUMNS = 2_500
 """Columns up to which the integer program over states is tried (seconds)."""
@@ -40,38 +45,6 @@ SHARES = (0.3, 0.6, 1.0)
 """Of the gap: states with bounds up to there are looked at, one share after the other."""
 MIXED = 3
 """Ranges of transients, lowest bound first, whose patterns are mixed."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """``objective``: seconds a step of ``assignment``, by `totals`; ``bound``: seconds that nothing can beat.
-
-    ``status``: "solved"; "cutoff": stopped without a plan, as ``bound`` has reached the cutoff; "infeasible": nothing
-    was found that fits, which is proven where ``least_bound`` is above the limit (``bound`` is then infinite).
-    ``least_bytes``: the peak of ``least_assignment``, the leanest found; no assignment's peak is below ``least_bound``.
-    Both are only found where nothing fits. ``multipliers`` give ``multipliers_bound`` again (`lagrangian.lower_bound`);
-    ``bound`` is larger where ``ilp`` closed what they left. ``exact``: elimination had to split no table.
-    ``deterministic``: nothing was ended by the clock."""
-
-    status: Literal["solved", "cutoff", "infeasible"]
-    objective: float
-    bound: float
-    assignment: Assignment | None
-    multipliers: tuple[Multipliers, ...]
-    multipliers_bound: float
-    least_bytes: float = inf
-    least_bound: float = 0.0
-    least_assignment: Assignment | None = None
-    exact: bool = True
-    deterministic: bool = True
-    stats: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def gap(self) -> float | None:
-        """1 - bound / objective; None without an assignment."""
-        if self.assignment is None:
-            return None
-        return 1 - self.bound / self.objective if self.objective > 0 else 0.0
 
 
 def solve(
@@ -86,6 +59,8 @@ def solve(
 
     ``cutoff``: seconds; stops as soon as the bound reaches them. ``evaluation``: of this problem, if there is one."""
     evaluation = evaluation or Evaluation(problem)
+    if problem.pipeline is not None:
+        return solve_stages(problem, target_gap, cutoff, evaluation, ilp_columns)
     pool = Pool(problem.memory_limit, cutoff=cutoff)
     ranges = bound_ranges(evaluation, pool, target_gap)
     bound = min(r.bound for r in ranges)
@@ -104,7 +79,7 @@ def _mix(evaluation: Evaluation, pool: Pool, ranges: Sequence[Range], target_gap
     for r in ranges[:MIXED]:
         if r.bound == inf or pool.enough(bound, target_gap):
             return
-        mix(evaluation, pool, r.multipliers, 0.1 * target_gap)
+        mix(evaluation, pool, r.multipliers, 0.02 * target_gap)
 
 
 def _polish(
@@ -118,6 +93,8 @@ def _polish(
     """Adds what the integer program finds among states whose own bound is low, first few of them, then all that an
     assignment better than the target needs; returns the bound. What was left out cannot be below the threshold."""
     problem, bound = evaluation.problem, ranges[0].bound
+    if fewest_columns(problem) > most:
+        return bound
     states = state_bounds(evaluation, ranges) if pool.best is not None else None
     for share in SHARES if states is not None else (1.0,):
         wanted = min(pool.seconds, pool.seconds * (1 - target_gap) * (1 + 2 * ROUNDING))

@@ -11,6 +11,7 @@ import pytest
 
 # Ranks are processes that share few cores; one thread each. Read when torch is first imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["AUTOPAR_PROBE_CACHE"] = ""  # what an op does is seen anew, and nothing is left in the user's cache
 
 
 @pytest.fixture(autouse=True)

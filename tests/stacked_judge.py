@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
+from autopar.along import carry_over, choose_along, prepare_like, same_ops
 from autopar.build import Prepared, choose, prepare, staged
 from autopar.capture import capture, double, run_graph, to_float64
 from autopar.choosing import pipelines
@@ -26,6 +27,7 @@ from autopar.passes.random_layouts import random_layouts
 from autopar.passes.spec import check
 from autopar.passes.split_prologue import copy_graph
 from autopar.pins import Pins, microbatch_rows, resolve
+from autopar.plan import Plan
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.stacked_step import stacked_stages
 from autopar.trees import flatten
@@ -111,13 +113,21 @@ class StackedJudge:
         if pins.get("param_dtype") != self.captured.precision.param_dtype:
             self.in_precision(pins["param_dtype"]).pinned(**pins)
             return
-        pp, ranks = pins.get("pp", 1), pins.get("dp", 1) * pins.get("tp", 1) * int(pins.get("sp") or 1)
+        pp, along = pins.get("pp", 1), int(pins.get("sp") or pins.get("cp") or 1)
+        ranks = pins.get("dp", 1) * pins.get("tp", 1) * along
         resolved = resolve(Pins.parse(pins), pp * ranks, self.captured.batch)
         prepared = self.prepared(resolved.microbatches, forwards_first(resolved.schedule))
         plan = choose(prepared, resolved, Cluster.local(ranks=ranks))
         if pp > 1:
             plan = pipelines.staged(plan, prepared, resolved, Cluster.local(ranks=pp * ranks))
         self._assert_near(self._distances(staged(plan, prepared).models), f"{pins}")
+
+    def along(self, training: Plan) -> Plan:
+        """The plan for this batch along that of training, which is for a batch of another shape."""
+        prepared, cluster = prepare_like(self.captured, training, float64=True), Cluster.local(ranks=training.ranks)
+        plan = (carry_over if same_ops(training, prepared) else choose_along)(training, prepared, cluster)
+        self._assert_near(self._distances(staged(plan, prepared).models), f"{plan.one_line()} of {plan.batch} rows")
+        return plan
 
     def random(self, seed: int, axes: tuple[int, ...] = (2, 2), microbatches: int = 1) -> None:
         """Layouts drawn at random for every op."""

@@ -80,7 +80,6 @@ MODELS = {
 
         def make(between=None, width=4):
             return Net(between or nn.Identity(), width), (torch.ones(6, width),), {}
-        def branch(): return make(lambda x: x if x.sum() > 0 else -x)
         def poisson(): return make(lambda x: torch.poisson(x.abs()))
         def norm(): return make(nn.BatchNorm1d(4))
         def hook():
@@ -182,19 +181,21 @@ COMMANDS = {
         f"verify {MLP} --ranks 2 --pin schedule=x",
         "Legal: gpipe, 1f1b, interleaved, zero_bubble",
     ),
-    "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin cp=2", "pin cp=2: not supported yet"),
+    "a gap that is no share": (f"plan {MLP} --ranks 2 --gap 5", "gap: 5.0 is no share of the step time. Legal: 0 to 1"),
+    "a time limit before now": (f"explain {MLP} --ranks 2 --time-limit -3", "time limit: -3.0 is no number of seconds"),
+    "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin ep=2", "pin ep=2: not supported yet"),
     "a problem of a plan with stages": (
-        f"plan {MLP} --ranks 2 --pin pp=2 --problem p.npz",
-        "--problem p.npz: nothing is proved of a plan with stages. Leave it out.",
+        f"plan {MLP} --ranks 2 --pin pp=2 --pin schedule=gpipe --problem p.npz",
+        "--problem p.npz: nothing is proved where cuts, order or axes of stages are pinned. Leave it out.",
     ),
     "a sequence over no axis": (f"verify {MLP} --ranks 2 --pin sp=true", "pin sp=true: needs tensor ranks"),
     "more ranks along the sequence than there are": (
         f"verify {MLP} --ranks 2 --pin tp=2 --pin sp=2",
-        "pins: sp=2 tp=2 does not divide 2 ranks. Legal: sp=2 tp=1.",
+        "pins: cp=2 tp=2 does not divide 2 ranks. Legal: cp=2 tp=1.",
     ),
     "a sequence that does not divide": (
         "verify autopar.models.gpt2:make --ranks 5 --pin sp=5",
-        "pins: sp=5 divides no matmul, attention or convolution of this model along its sequence of 16. Legal: sp=2",
+        "pins: cp=5 divides no matmul, attention or convolution of this model along its sequence of 16. Legal: cp=2",
     ),
     "a degree that does not fit": (
         f"verify {MLP} --ranks 4 --pin tp=3",
@@ -250,15 +251,11 @@ COMMANDS = {
     "kwargs that are none": ("plan returns.py:kwargs", "kwargs are no dict"),
     "a model that is no module": ("plan returns.py:other", "first value is a str, not an nn.Module"),
     "a misspelt loss": ("plan good.py:make --loss good.py:lsos", "--loss good.py:lsos: good.py has no 'lsos'"),
-    "a branch on values": (
-        "plan refused.py:branch",
-        r"refused.py:14\): what runs here depends on the values of tensors",
-    ),
     "an unknown random op": ("plan refused.py:poisson", r"refused.py:10: aten.poisson.default draws random numbers"),
     "a backward hook": ("plan refused.py:hook", "fc: has a backward hook"),
     "a model that is wrapped": ("plan refused.py:wrapped", "is wrapped by DataParallel"),
     "a model without gradient": ("plan refused.py:frozen", "depends on no parameter that requires a gradient"),
-    "a model that raises": ("plan refused.py:shape", r"refused.py:26\): cannot be captured at batch size"),
+    "a model that raises": ("plan refused.py:shape", r"refused.py:25\): cannot be captured at batch size"),
     "a model without loss": ("plan refused.py:no_loss", "returns no loss"),
     "a loss that is none": ("plan refused.py:no_loss --loss refused.py:nothing", "returns no loss"),
     "inputs without tensor": ("plan refused.py:no_tensor", "inputs: hold no tensor"),
@@ -321,9 +318,17 @@ COMMANDS = {
         "problem file problem.npz: is no saved search",
     ),
     # other plans, problems and files to write
-    "why not of a finished plan": (
-        "explain plan.json --why-not tp=2",
-        "--why-not: plan.json is a finished plan, other",
+    "more of a finished plan": (
+        "explain plan.json --also next",
+        "--also: plan.json is a finished plan. Leave it out, or",
+    ),
+    "a plan beside no choice": (
+        "bench published rows.json --plan plan.json",
+        "--plan plan.json: is priced beside a choice.",
+    ),
+    "why not a misspelt pin of a finished plan": (
+        "explain plan.json --why-not tpp=2",
+        "unknown key 'tpp', did you mean",
     ),
     "why not nothing": (f"explain {MLP} --ranks 2 --why-not", "argument --why-not: expected one argument"),
     "why not an empty word": (
@@ -486,8 +491,7 @@ CALLS = {
         lambda: _compile(cluster=Cluster.local(ranks=2)).step(torch.ones(6, 4)),
         "needs 2 processes",
     ),
-    "an input of another shape": (lambda: _step(torch.ones(6, 5)), "has shape (6, 5), the captured graph takes (6, 4)"),
-    "a batch of another size": (lambda: _step(torch.ones(4, 4)), "has shape (4, 4), the captured graph takes (6, 4)"),
+    "an input of another width": (lambda: _step(torch.ones(6, 5)), "cannot be captured at batch size 6"),
     "an input of another dtype": (lambda: _step(torch.ones(6, 4, dtype=torch.int64)), "has dtype torch.int64"),
     "no input": (lambda: _step(), "missing a required argument"),
     "an input too many": (lambda: _step(torch.ones(6, 4), torch.ones(6, 4)), "too many positional arguments"),

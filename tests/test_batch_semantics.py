@@ -94,10 +94,9 @@ class Speech(nn.Module):
         return F.ctc_loss(scores, y, torch.full_like(lengths, x.shape[1]), lengths)
 
 
-def test_ctc_reads_its_targets_while_traced() -> None:
+def test_ctc_is_captured_whatever_its_labels_are() -> None:
     args = (torch.randn(4, 5, 6), torch.randint(1, 8, (4, 2)), torch.tensor([2, 1, 2, 1]))
-    with pytest.raises(AutoparError, match=r"\.py:\d+\): what runs here depends on the values of tensors"):
-        capture(Speech(), args, {}, check=False)
+    assert capture(Speech(), args, {}).checked == "equal"
 
 
 def test_counters_of_batch_norm_count_a_step_once(judge_of: Judges) -> None:

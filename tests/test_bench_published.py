@@ -161,6 +161,7 @@ def test_a_sweep_has_its_rank_correlation_and_regret(tmp_path: Path) -> None:
     (found,) = sweeps(results(tmp_path, *rows, **prices))  # one layout alone, on 16 GPUs, is no sweep
     assert (found.gpus, found.layouts, found.spearman) == (8, 4, 0.8)
     assert (found.best, found.predicted_best, found.regret) == ("a-0", "a-1", 0.1)
+    assert (found.place, found.within) == (2, 3)
     assert (found.choice, found.choice_regret) == ("a-4", None)  # that run failed
 
 

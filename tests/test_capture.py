@@ -574,6 +574,28 @@ def test_no_grad_regions_are_inlined_and_detached() -> None:
     assert len(captured.graph.graph.find_nodes(op="call_function", target=aten.linear.default)) == 2
 
 
+class NoOpUnderNoGrad(nn.Module):
+    """What ``float`` and ``contiguous`` return under no_grad is the tensor itself; what follows reads it with its
+    history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.fc(x)
+        with torch.no_grad():
+            scale = y.float().abs().mean() + F.dropout(y.contiguous(), training=False).max()
+        return (y.float() / scale).contiguous().square().mean()
+
+
+def test_an_op_that_does_nothing_under_no_grad_cuts_nothing() -> None:
+    model, x = NoOpUnderNoGrad(), torch.randn(6, 4)
+    captured = capture(model, (x,))
+    assert captured.checked == "equal"
+    assert_equal_to_eager(captured, model, (x,))
+
+
 class Tables(nn.Module):
     """Makes its tables when first asked, as rotary embeddings do, and keeps what it saw."""
 

@@ -33,6 +33,7 @@ class Model(nn.Module):
 
 
 X = torch.randn(6, 4)
+VALUELESS = (X.to("meta"),)  # with values, a model that reads some is called as it is
 
 
 def refused(model: nn.Module, *parts: str, args=(X,), **options) -> str:
@@ -59,10 +60,6 @@ class Straight(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
-
-
-def test_custom_autograd_function() -> None:
-    refused(Model(Straight.apply), "Model (", HERE, "autograd.Function Straight", "register_autograd")
 
 
 def test_custom_autograd_function_is_fine_forward_only() -> None:
@@ -153,15 +150,15 @@ def test_data_dependent_branch() -> None:
     def between(out):
         return out * 2 if out.mean() > 0 else out
 
-    message = refused(Model(between), HERE, "depends on the values of tensors", "torch.where")
+    message = refused(Model(between), HERE, "depends on the values of tensors", "torch.where", args=VALUELESS)
     line = int(message.partition(HERE + ":")[2].partition(")")[0])
     assert Path(__file__).read_text().splitlines()[line - 1].strip().startswith("return out * 2 if")
 
 
 def test_data_dependent_shape_and_number() -> None:
-    refused(Model(lambda out: out[out > 0]), HERE, "depends on the values of tensors")
-    refused(Model(lambda out: out * out.max().item()), HERE, "depends on the values of tensors")
-    refused(Model(lambda out: out * out.tolist()[0][0]), HERE, "depends on the values of tensors")
+    refused(Model(lambda out: out[out > 0]), HERE, "depends on the values of tensors", args=VALUELESS)
+    refused(Model(lambda out: out * out.max().item()), HERE, "depends on the values of tensors", args=VALUELESS)
+    refused(Model(lambda out: out * out.tolist()[0][0]), HERE, "depends on the values of tensors", args=VALUELESS)
 
 
 @pytest.mark.parametrize(
@@ -404,14 +401,14 @@ def test_inputs(args, options, message: str) -> None:
 
 
 def test_refusals_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    refused(Model(lambda out: out * 2 if out.mean() > 0 else out))
+    refused(Model(lambda out: out * 2 if out.mean() > 0 else out), args=VALUELESS)
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err == ""
 
 
 def test_after_a_refusal_torch_is_as_before() -> None:
     apply, hook = vars(torch.autograd.Function)["apply"], torch.Tensor.register_hook
-    refused(Model(Straight.apply))
+    refused(Model(lambda out: out.max().item() * Straight.apply(out)), args=VALUELESS)
     assert vars(torch.autograd.Function)["apply"] is apply and torch.Tensor.register_hook is hook
     model = Model()
     captured = capture(model, (X,))

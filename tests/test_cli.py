@@ -44,6 +44,7 @@ class Result:
     divided: dict[str, Share] = field(default_factory=lambda: {"tp": Share(0.5, 0.49, 0.25)})
     seconds: float = 1.5
     limits: tuple[str, ...] = ("fp64 1e-10",)
+    probed: tuple[str, ...] = ()
 
 
 @pytest.fixture

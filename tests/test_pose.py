@@ -14,6 +14,7 @@ from torch import fx
 from autopar.build import Prepared, apply, plan_mesh, prepare
 from autopar.capture import capture
 from autopar.choosing.bounds import floor_of
+from autopar.choosing.in_stages import waiting
 from autopar.choosing.inside import seconds_inside
 from autopar.choosing.pose import Posed
 from autopar.choosing.poser import Body, Poser
@@ -189,3 +190,19 @@ def test_equal_layers_are_posed_once() -> None:
                 )
                 assert len(index) == len(variable.states)
     assert problem.counts["generated"] > 1000
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_the_first_unit_of_a_stage_waits_for_what_is_gathered_at_every_use(zero: int) -> None:
+    """Of all units that is the share of stages; nothing waits where parameters are gathered once a step."""
+    found = poser("llama", zero).pose(ONE, 2)
+    units = len(found.problem.units)
+    assignment = cheapest(Evaluation(found.problem), 1.0, 0.0)
+    before = totals(found.problem, assignment)
+    half, all_ = (totals(waiting(found, n).problem, assignment) - before for n in (units // 2, units))
+    assert np.delete(all_, EXPOSED) == pytest.approx(0)
+    assert half[EXPOSED] == pytest.approx(all_[EXPOSED] * (units // 2) / units)
+    if zero == 1:
+        assert all_[EXPOSED] == 0
+    else:
+        assert 0.4 * before[HIDDEN] < all_[EXPOSED] < before[HIDDEN]  # gathers in both passes, one reduction

@@ -27,7 +27,7 @@ def planned(judge: Any, pins: Pins) -> Planned:
     return plan_training(judge.captured, pins, Cluster.local(ranks=ranks), {})
 
 
-@pytest.mark.parametrize("plan", ["sp=2", "dp=2 sp=2 microbatches=2 zero=3", "sp=2 tp=2"])
+@pytest.mark.parametrize("plan", ["sp=2", "dp=2 cp=2 microbatches=2 zero=3", "cp=2 tp=2"])
 @pytest.mark.parametrize("model", ["block", "odd", "padded", "counted"])
 def test_an_axis_of_its_own(model: str, plan: str, judge_of: Judges) -> None:
     """Also as completed from pins, where an eval program came first."""
@@ -57,8 +57,8 @@ def test_rows_without_a_batch_are_the_sequence(judge_of: Judges) -> None:
 @pytest.mark.parametrize(
     ("model", "plan", "words"),
     [
-        ("pixels", "sp=2", r"pins: sp=2 divides no .* \(its 8 places are read together\). Pin dp or tp instead."),
-        ("odd", "sp=5", "pins: sp=5 divides no .* of 7. Legal: sp=2, sp=3, sp=4, sp=7; or pin"),
+        ("pixels", "sp=2", r"pins: cp=2 divides no .* \(its 8 places are read together\). Pin dp or tp instead."),
+        ("odd", "sp=5", "pins: cp=5 divides no .* of 7. Legal: cp=2, cp=3, cp=4, cp=7; or pin"),
         ("pixels", "tp=2 sp=true", "pin sp=true: no norm, dropout or addition .* over tp=2. Leave sp out."),
     ],
 )

@@ -15,6 +15,7 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins
 from autopar.plan import loads
+from autopar.solver.pipes import NO_PIPE
 
 
 @cache
@@ -91,5 +92,5 @@ def test_one_rank() -> None:
 
 def test_candidates_are_meshes_and_divisors_of_the_batch() -> None:
     solver = Solver(judge("mlp").captured, Cluster.local(ranks=4), prepared=prepare(judge("mlp").captured, 1))
-    assert solver.candidates.meshes == (((4, 1),), ((2, 2), (2, 1)))
+    assert dict(solver.candidates.tried)[NO_PIPE] == (((4, 1),), ((2, 2), (2, 1)))
     assert solver.candidates.microbatches[:2] == (1, 2)

@@ -34,6 +34,7 @@ from autopar.passes.strategy import choices, strategy
 from autopar.pins import Pins
 from autopar.plan import Plan
 from autopar.predict import predict
+from autopar.solver.effort import Effort
 from autopar.solver.problem import peak, totals
 from autopar.wires import wire_of
 from autopar.write_plan import plan_of
@@ -187,7 +188,7 @@ def one_microbatch(limit: float | None = None) -> Solved:
         memory = replace(cluster.chip.memory, value=limit)
         cluster = replace(cluster, chip=replace(cluster.chip, memory=memory, reserved=None))
     pins = Pins.parse({"microbatches": "1"})
-    return solved(captured, cluster, pins, prepared=prepared, target_gap=1e-9, nearest=False)
+    return solved(captured, cluster, pins, prepared=prepared, effort=Effort(1e-9), nearest=False)
 
 
 def test_nothing_that_the_rules_allow_is_faster_than_the_solvers_plan() -> None:

@@ -26,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"layers": 1, "sequence": 8, "batch": 4},
 }
 NEAR = 12  # plans near to each
+LONG = {("llama", 4)}
 
 
 def spec_of(name: str) -> ModelSpec:
@@ -65,13 +66,18 @@ def pool(request: pytest.FixtureRequest) -> Iterator[tuple[int, RankPool]]:
 @pytest.mark.parametrize("name", MODELS)
 def test_short_of_memory_plans_divide_and_equal_one_process(pool: tuple[int, RankPool], name: str) -> None:
     size, ranks = pool
+    if (name, size) in LONG:
+        pytest.skip(f"{name} on {size} ranks: minutes of planning, in `make exact-solved`")
     plans = [short(name, size, memory)[1] for memory in (("tight", "just") if size == 2 else ("just",))]
     results = verify_many(spec_of(name), size, plans, pool=ranks)
     for plan, result in zip(plans, results, strict=True):
         assert isinstance(result, VerifyResult) and result.ok, result
         assert plan.fits and plan.proof.gap is not None
         taken_off = [part for s in result.divided.values() for part in (s.flops, s.param_bytes, s.saved_bytes)]
-        assert max(part or 0.0 for part in taken_off) > 0.3, result.divided
+        if plan.pp > 1:  # what stages take off the fullest rank
+            held = [sum(f.parameters for f in plan.predicted.stages[r :: plan.pp]) for r in range(plan.pp)]
+            taken_off.append(1 - max(held) / sum(held))
+        assert max(part or 0.0 for part in taken_off) > 0.3, (result.divided, plan.pp)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -14,12 +14,17 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar import predict_stages
+from autopar.build import prepare
+from autopar.capture import capture
 from autopar.check_figures import check_figures
 from autopar.choosing.stages import Work, balanced
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.models import mlp
 from autopar.plan import Plan, loads
+from autopar.predict import predict
+from autopar.predict_memory import predict_rank
 
 
 class Chain(nn.Module):
@@ -188,7 +193,7 @@ def test_messages_are_those_of_the_program():
 
 def test_microbatches_in_flight_take_memory():
     """GPipe keeps all, 1F1B as many as stages are to come."""
-    gpipe, alternating = chain("pp=2 microbatches=8 schedule=gpipe"), chain("pp=2 microbatches=8")
+    gpipe, alternating = chain("pp=2 microbatches=8 schedule=gpipe"), chain("pp=2 microbatches=8 schedule=1f1b")
     assert [s.in_flight for s in gpipe.predicted.stages] == [8, 8]
     assert [s.in_flight for s in alternating.predicted.stages] == [2, 1]
     for more, less in zip(gpipe.predicted.stages, alternating.predicted.stages, strict=True):
@@ -211,6 +216,36 @@ def test_every_schedule_is_predicted(tmp_path):
     assert (own.schedule.name, own.microbatches) == ("custom", 4)
     assert own.predicted.stages == gpipe.predicted.stages
     assert own.predicted.step_time_s == gpipe.predicted.step_time_s
+
+
+def test_what_is_gathered_once_a_step_is_not_waited_for_each_time():
+    """Of 8 parameters one is gathered at its use: the others' seconds count once a step, not once a microbatch."""
+    captured, cluster = capture(Chain().train(), (IDS, IDS)), Cluster.local(4)
+    every = planned(Chain(), "pp=2 dp=2 microbatches=4 zero=3", 4)
+    prepared = prepare(captured, 4)
+
+    def hidden(gathered: tuple[str, ...]) -> float:
+        parameters = {
+            name: p if name in gathered else replace(p, gather="step", reduce="step")
+            for name, p in every.parameters.items()
+        }
+        return predict(replace(every, parameters=parameters), prepared, cluster).predicted.parts["hidden_s"]
+
+    names = tuple(every.parameters)
+    assert all(p.gather == "use" for p in every.parameters.values())
+    none, one, all_ = hidden(()), hidden(names[1:2]), hidden(names)
+    assert none < one < none + (all_ - none) / 3
+
+
+def test_of_many_ranks_those_that_need_most_are_replayed(monkeypatch):
+    looked = []
+    every = planned(Chain(), "pp=4 dp=1 microbatches=4", 4)
+    monkeypatch.setattr(predict_stages, "FEW", 1)
+    monkeypatch.setattr(predict_stages, "predict_rank", lambda *a: looked.append(a[4]) or predict_rank(*a))
+    few = planned(Chain(), "pp=4 dp=1 microbatches=4", 4)
+    assert len(looked) < 4
+    assert few.predicted.peak_mem_gib == every.predicted.peak_mem_gib
+    assert all(s.peak_bytes <= few.predicted.peak_mem_gib * 2**30 for s in few.predicted.stages)
 
 
 def test_tied_weights_count_on_every_stage_that_reads_them():

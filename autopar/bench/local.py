@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.bench.rows import Figure, bench, chosen
+from autopar.bench.workloads import Made, gpt, llama, mlp
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.plan import Plan
@@ -25,38 +26,6 @@ from autopar.profiling.clock import typical
 
 ROUNDS = 7
 TIMEOUT = 600.0  # seconds that all cases of one number of ranks may take
-Made = tuple[nn.Module, tuple[Tensor, ...]]
-
-
-def gpt() -> Made:
-    """17 million parameters, 512 tokens."""
-    from autopar.models.gpt2 import GPT2, GPT2Config
-
-    torch.manual_seed(0)
-    config = GPT2Config(vocabulary=8192, positions=128, width=512, layers=4, heads=8)
-    return GPT2(config), _tokens(8192, 4, 128)
-
-
-def llama() -> Made:
-    """15 million parameters, 512 tokens."""
-    from autopar.models.llama import Llama, LlamaConfig
-
-    torch.manual_seed(0)
-    config = LlamaConfig(vocabulary=4096, width=512, hidden=1408, layers=4, heads=8, kv_heads=4)
-    return Llama(config), _tokens(4096, 4, 128)
-
-
-def mlp() -> Made:
-    """7 million parameters, 512 rows."""
-    from autopar.models.mlp import make
-
-    model, args, _ = make(inputs=1024, width=1024, layers=7, classes=1024, batch=512)
-    return model, args
-
-
-def _tokens(vocabulary: int, rows: int, length: int) -> tuple[Tensor, ...]:
-    tokens = torch.randint(vocabulary, (rows, length + 1))
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 @dataclass(frozen=True)

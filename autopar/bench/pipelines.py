@@ -6,7 +6,6 @@ gradients. ``ratio`` is ours over torch's: the median over rounds of two steps n
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -17,10 +16,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.bench.rows import Figure, bench, chosen
+from autopar.bench.turns import in_turns, interval, pooled
 from autopar.passes.layout import Mesh
 from autopar.runtime.mesh import connect
 from autopar.runtime.pipeline import Crossing, Pipeline, Spec
@@ -29,6 +28,7 @@ from autopar.solver.simulate import schedule
 
 Array: TypeAlias = npt.NDArray[np.float64]
 SECONDS, ROUNDS = 6.0, (11, 201)  # that the rounds of a case take about; the fewest and most of them
+WARM = 3  # steps of each that do not count
 TIMEOUT = 600.0  # seconds that a case may take
 SIZES = {"tiny": (16, 1, 4), "medium": (256, 4, 32)}
 """Width, layers and rows of a microbatch."""
@@ -81,36 +81,17 @@ CASES = {
 @bench("pipelines")
 def pipelines(cases: Sequence[str]) -> Iterator[tuple[str, dict[str, Figure]]]:
     """Milliseconds a microbatch of both, and their ratio."""
-    from autopar.runtime.pool import RankPool
-
-    names = chosen(cases, CASES, "pipelines")
-    for ranks in sorted({CASES[name].ranks for name in names}):
-        with RankPool(ranks, timeout=TIMEOUT) as pool:
-            for name in (name for name in names if CASES[name].ranks == ranks):
-                made: list[tuple[list[float], list[float]]] = pool.run(compare, CASES[name])
-                ours, theirs = np.array(made).max(axis=0)
-                yield name, _figures(CASES[name], ours, theirs)
+    for name, pool in pooled(chosen(cases, CASES, "pipelines"), lambda name: CASES[name].ranks, TIMEOUT):
+        ours, theirs = np.array(pool.run(compare, CASES[name])).max(axis=0)
+        yield name, _figures(CASES[name], ours, theirs)
 
 
-def compare(rank: int, case: Case) -> tuple[list[float], list[float]]:
+def compare(rank: int, case: Case) -> list[list[float]]:
     """Seconds of each round's step of both. Runs on every rank."""
     steps = [ours(case, rank)[0], theirs(case, rank)[0]]
-    took: list[list[float]] = [[], []]
-    rounds = 3
-    for turn in range(-3, ROUNDS[1]):
-        if turn == 0:
-            least = torch.tensor(sum(min(own) for own in took))
-            dist.all_reduce(least, dist.ReduceOp.MAX)
-            rounds = int(min(max(SECONDS / float(least), ROUNDS[0]), ROUNDS[1]))
-            took = [[], []]
-        if turn == rounds:
-            break
-        for which in (0, 1) if turn % 2 else (1, 0):
-            dist.barrier()
-            begun = time.perf_counter()
-            steps[which]()
-            took[which].append(time.perf_counter() - begun)
-    return took[0], took[1]
+    for step in steps * WARM:
+        step()
+    return in_turns(steps, SECONDS, ROUNDS)
 
 
 class AutogradStage:
@@ -206,7 +187,7 @@ def _forget(modules: Sequence[nn.Module]) -> None:
 
 def _figures(case: Case, ours: Array, theirs: Array) -> dict[str, Figure]:
     ratio = ours / theirs
-    low, high = interval(ratio)
+    low, high = interval(ratio, 0.95)
     per = 1e3 / case.microbatches
     return {
         "ours_ms": float(np.median(ours)) * per,
@@ -216,10 +197,3 @@ def _figures(case: Case, ours: Array, theirs: Array) -> dict[str, Figure]:
         "high": high,
         "rounds": len(ratio),
     }
-
-
-def interval(values: Array) -> tuple[float, float]:
-    """Within which the median lies, 95 of 100 times: by drawing the values anew."""
-    draws = np.random.default_rng(0).choice(values, (2000, len(values)))
-    low, high = np.quantile(np.median(draws, axis=1), (0.025, 0.975))
-    return float(low), float(high)

@@ -7,12 +7,14 @@ import multiprocessing
 import resource
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.bench.rows import Figure, bench, chosen
 from autopar.errors import AutoparError
+from autopar.solver.proof import each
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,15 @@ CASES = {
     "hf llama-3-8b on 1 node": Case(f"{HF}:llama", "h100-dgx", 1, 64),
     "hf llama-3-8b on 8 nodes": Case(f"{HF}:llama", "h100-dgx", 8, 512),
     "hf llama-3-8b on 32 nodes": Case(f"{HF}:llama", "h100-dgx", 32, 1024),
+    "hf llama-3-70b on 64 nodes": Case(f"{HF}:llama", "h100-dgx", 64, 1024, {"size": "70b"}),
+    "hf llama-3-405b on 2,048 nodes": Case(f"{HF}:llama", "h100-dgx", 2048, 2048, {"size": "405b"}),
+    "hf gpt-3-175b on 16 nodes": Case(f"{HF}:gpt", "h100-dgx", 16, 1536),
+    "hf gpt-3-175b on 128 nodes": Case(f"{HF}:gpt", "h100-dgx", 128, 1536),
+    "hf gpt-530b on 64 nodes": Case(f"{HF}:gpt", "h100-dgx", 64, 1920, {"size": "530b"}),
+    "hf mixtral-8x7b on 8 nodes": Case(f"{HF}:mixtral", "h100-dgx", 8, 512),
+    "hf t5-11b on 8 nodes": Case(f"{HF}:t5", "h100-dgx", 8, 2048),
+    "hf vit-22b-like on 32 nodes": Case(f"{HF}:vit", "h100-dgx", 32, 4096),
+    "hf wide resnet-50 x8 on 2 nodes": Case(f"{HF}:resnet", "h100-dgx", 2, 1024),
     "hf llama-3-8b on a mesh of 32 x 8": Case(
         f"{HF}:llama", "h100-dgx", 32, 1024, mesh=((32, 8), (8, 1)), microbatches=4
     ),
@@ -47,7 +58,7 @@ CASES = {
 
 @bench("planner")
 def planner(cases: Sequence[str]) -> Iterator[tuple[str, dict[str, Figure]]]:
-    """Seconds by phase, memory, size of the problem and gap of each case."""
+    """Seconds by phase, memory, size of the problem, how its candidates ended, the plan and the gap of each case."""
     context = multiprocessing.get_context("spawn")
     for name in chosen(cases, CASES, "planner"):
         ours, theirs = context.Pipe()
@@ -87,17 +98,27 @@ def _measure(case: Case) -> dict[str, Figure]:
     plan = parallel.plan
     total = time.perf_counter() - started
     scope = plan.proof.scope
-    figures: dict[str, Figure] = {"total_s": total, "build_s": built}
+    figures: dict[str, Figure] = {"gpus": plan.ranks, "total_s": total, "build_s": built}
     figures |= {f"{phase}_s": seconds for phase, seconds in plan.timings.items()}
     figures["cpu_s"] = time.process_time()
     figures["rss_gib"] = _rss()
     figures["strategies"] = scope.get("generated")
-    figures["mesh"] = "x".join(f"{k}={v}" for k, v in plan.mesh.items())
-    figures["microbatches"] = plan.microbatches
+    figures["candidates"] = _ends(scope.get("pruned", ()))
+    figures["plan"] = plan.one_line()
     figures["step_s"] = plan.predicted.step_time_s
     figures["peak_gib"] = plan.predicted.peak_mem_gib
     figures["gap"] = plan.proof.gap if plan.proof.gap is None or math.isfinite(plan.proof.gap) else None
     return figures
+
+
+def _ends(pruned: Iterable[Mapping[str, Any]]) -> str:
+    """How many candidates there were, and how they ended.
+
+    >>> _ends([{"by": "roofline"}, {"by": "solved"}, {"by": "roofline"}])
+    '3: 2 roofline, 1 solved'
+    """
+    ends = Counter(entry["by"] for entry in each(pruned))
+    return f"{ends.total()}: {', '.join(f'{count} {by}' for by, count in ends.most_common())}"
 
 
 def _one_mesh(case: Case) -> dict[str, Figure]:

@@ -72,15 +72,20 @@ class Report:
 def published(path: str | Path, cases: Sequence[str] = (), price: Price | None = None) -> Report:
     """Price the rows of a file, or only those whose id or source is among ``cases``. Raises AutoparError where the file
     or a row is malformed; a row that cannot be priced is reported with its reason."""
-    rows, unread = read_rows(path)
-    _check_cases(cases, rows)
-    kept = [row for row in rows if not cases or row.id in cases or row.source in cases]
+    kept, unread = chosen_rows(path, cases)
     if price is None:
         from autopar.pricing import price_row
 
         price = price_row
     results = (priced(row, price) for row in kept)
     return Report(tuple([r if len(kept) == 1 else _without_events(r) for r in results]), tuple(unread))
+
+
+def chosen_rows(path: str | Path, cases: Sequence[str]) -> tuple[list[Row], list[str]]:
+    """The rows of a file, those of ``cases`` where some are named, and the keys that nothing reads."""
+    rows, unread = read_rows(path)
+    _check_cases(cases, rows)
+    return [row for row in rows if not cases or row.id in cases or row.source in cases], unread
 
 
 def _check_cases(cases: Sequence[str], rows: Sequence[Row]) -> None:

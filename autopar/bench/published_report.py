@@ -24,6 +24,7 @@ from autopar.bench.published_rows import RAN, Row
 if TYPE_CHECKING:
     from autopar.pricing import PricedRow
 
+LEAST_TENTH = 3  # layouts that the best tenth of a sweep has at least
 DIGITS = 4  # of a relative error: more would be noise
 
 
@@ -94,8 +95,9 @@ class Fits:
 @dataclass(frozen=True)
 class Sweep:
     """Layouts of one model, length and number of GPUs by one source. ``regret``: how much slower than the fastest
-    measured is the one predicted to be fastest. ``choice``: the fastest of those predicted to fit, failed runs
-    included; its own regret, or None where that run failed."""
+    measured is the one predicted to be fastest. ``place``: of the fastest measured among the predicted, from 1;
+    ``within``: the best tenth, at least three. ``choice``: the fastest of those predicted to fit, failed runs included;
+    its own regret, or None where that run failed."""
 
     source: str
     model: str
@@ -104,6 +106,8 @@ class Sweep:
     layouts: int
     spearman: float | None
     regret: float
+    place: int
+    within: int
     best: str
     predicted_best: str
     choice: str | None
@@ -181,6 +185,8 @@ def _sweep(key: tuple[str, str, int, int], group: Sequence[Result]) -> Sweep | N
         layouts=len(layouts),
         spearman=spearman([x for _, x, _ in layouts], [y for _, _, y in layouts]),
         regret=round(measured[predicted] / fastest - 1, DIGITS),
+        place=1 + sorted(layouts, key=lambda layout: layout[1]).index(next(x for x in layouts if x[0] == best)),
+        within=max(LEAST_TENTH, len(layouts) // 10),
         best=best,
         predicted_best=predicted,
         choice=None if choice is None else choice.id,

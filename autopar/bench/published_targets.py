@@ -156,4 +156,10 @@ TARGETS = (
         for group, of, limit in SPEARMAN
     ),
     Target("regret, every sweep: worst", _of(), partial(_of_sweeps, lambda s: s.regret, False), 0.05),
+    Target(
+        "place of the fastest measured over the best tenth's last: worst",
+        _of(),
+        partial(_of_sweeps, lambda s: s.place / s.within, False),
+        1.0,
+    ),
 )

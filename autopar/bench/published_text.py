@@ -101,12 +101,13 @@ def _fits_text(results: Sequence[Result]) -> str:
 
 
 def _sweeps_text(found: Sequence[Sweep]) -> str:
-    columns = "source,model,GPUs,length,layouts,Spearman,predicted best,regret %,best that fits,its regret %"
+    columns = "source,model,GPUs,length,layouts,Spearman,place,of,predicted best,regret %,best that fits,its regret %"
     lines = []
     for sweep in found:
         failed = sweep.choice is not None and sweep.choice_regret is None
         choice = (sweep.choice, "did not run" if failed else _percent(sweep.choice_regret))
-        ranks = (sweep.layouts, sweep.spearman, sweep.predicted_best, _percent(sweep.regret))
+        place = (sweep.place, sweep.within)
+        ranks = (sweep.layouts, sweep.spearman, *place, sweep.predicted_best, _percent(sweep.regret))
         lines.append((sweep.source, sweep.model, sweep.gpus, sweep.seq, *ranks, *choice))
     return grid(columns.split(","), lines) if found else ""
 

@@ -18,21 +18,24 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.schema import nearest
 
 Figure = float | int | str | bool | None
-Bench = Callable[..., Iterator[tuple[str, dict[str, Figure]]]]
+Bench = Callable[..., Iterator[tuple[Any, ...]]]  # of (case, figures), or (case, figures, points)
 WIDTH = 2000  # characters of a line at most: a figure is never cut
 BENCHES: dict[str, Bench] = {}
-MODULES = {name: f"autopar.bench.{name}" for name in ("planner", "local", "ddp", "pipelines")}
+MODULES = {
+    name: f"autopar.bench.{name}" for name in ("planner", "local", "testbed", "runtime", "pipelines", "machinery")
+}
 
 
 @dataclass(frozen=True)
 class Row:
     """One measurement: which benchmark and case, at which commit, when and where, and its figures by name (units in the
-    name)."""
+    name). ``points``: plans that ran, with predicted and measured seconds, where there are several."""
 
     bench: str
     name: str
@@ -40,11 +43,12 @@ class Row:
     date: str
     machine: str
     figures: Mapping[str, Figure]
+    points: Sequence[tuple[str, float, float]] = ()
 
 
 def bench(name: str) -> Callable[[Bench], Bench]:
     """Put a benchmark into the registry. It takes the names of the cases wanted (none: all) and yields
-    (case, figures)."""
+    (case, figures), and points where it has some."""
 
     def register(function: Bench) -> Bench:
         BENCHES[name] = function
@@ -53,15 +57,15 @@ def bench(name: str) -> Callable[[Bench], Bench]:
     return register
 
 
-def run(name: str, cases: Sequence[str] = (), clusters: Sequence[str] = ()) -> Iterator[Row]:
-    """The rows of one benchmark as they are measured; ``clusters``: files that it predicts from, where it does. Raises
-    AutoparError for an unknown name or case."""
+def run(name: str, cases: Sequence[str] = (), **options: Any) -> Iterator[Row]:
+    """The rows of one benchmark as they are measured; ``options``: what it takes beside cases. Raises AutoparError for
+    an unknown name or case."""
     if name not in MODULES:
         raise AutoparError(f"bench {name}: unknown{nearest(name, MODULES) or '.'} Legal: {', '.join(MODULES)}.")
     import_module(MODULES[name])
     commit, date, machine = _commit(), datetime.date.today().isoformat(), _machine()
-    for case, figures in BENCHES[name](cases, *[clusters] * bool(clusters)):
-        yield Row(name, case, commit, date, machine, figures)
+    for case, figures, *points in BENCHES[name](cases, **options):
+        yield Row(name, case, commit, date, machine, figures, *points)
 
 
 def chosen(cases: Sequence[str], legal: Iterable[str], who: str) -> list[str]:

@@ -22,8 +22,8 @@ from autopar.choosing.pose import Posed
 from autopar.passes.divide_work import flops
 from autopar.passes.facts import fact
 from autopar.passes.roles import DIVIDE
+from autopar.solver.pipes import NO_PIPE
 from autopar.solver.problem import Assignment, Problem
-from autopar.solver.search import Candidate
 
 if TYPE_CHECKING:
     from autopar.choosing.solve import Solver
@@ -36,12 +36,13 @@ def at_work(solver: Solver, plan: Plan, limits: Sequence[float]) -> Plan:
     """The plan, or where an axis of it hardly divides work, the fastest that fits of those that do, looked for within
     each of some ``limits``."""
     posed, assignment = solver.made_of(plan)
-    if solver.pinned is not None or all(share >= HALF for share in shares(posed, assignment)):
+    if solver.pinned is not None or solver.effort.is_over or all(share >= HALF for share in shares(posed, assignment)):
         return plan
-    best, took = plan, inf
-    counts = dict.fromkeys((solver.pins.microbatches or 1, plan.microbatches))
-    for mesh, count, limit in itertools.product(solver.candidates.meshes, counts, dict.fromkeys(limits)):
-        other = solver.working(Candidate(mesh, count), limit)
+    best, took, chosen = plan, inf, solver.chosen(plan).candidate
+    counts = {solver.pins.microbatches or 1, plan.microbatches}
+    among = [c for c in solver.candidates if c.microbatches in counts and c.pipe in (NO_PIPE, chosen.pipe)]
+    for candidate, limit in itertools.product(among, dict.fromkeys(limits)):
+        other = solver.working(candidate, limit)
         seconds = inf if other is None else other.predicted.step_time_s or 0.0
         if other is not None and other.fits is not False and seconds < took:
             best, took = other, seconds

@@ -21,6 +21,7 @@ from autopar.passes.facts import Strategy, fact, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh
 from autopar.passes.price import prices
 from autopar.solver.cost import roofline, update
+from autopar.solver.pipes import NO_PIPE, Pipe
 from autopar.solver.search import Quick
 
 ALMOST = 1 - 1e-12  # sums of floats in another order
@@ -29,7 +30,9 @@ ALMOST = 1 - 1e-12  # sums of floats in another order
 @dataclass(frozen=True)
 class Floor:
     """Of one rank, were it alone: seconds of compute a step, bytes held all the time, kept, and at work at once (by an
-    op, or made again by a unit). ``ways``: how less may be kept, (seconds a byte, bytes), the cheapest first."""
+    op, or made again by a unit). ``ways``: how less may be kept, (seconds a byte, bytes), the cheapest first.
+    ``parted``: (F + I - W) / (F + I + W) of the seconds of forwards, input and weight gradients: the bubbles of a
+    schedule that parts the last two are so many microbatches a rank (Qi et al. 2023, table 2)."""
 
     compute: float
     static: float
@@ -37,6 +40,7 @@ class Floor:
     transient: float
     least: float
     ways: tuple[tuple[float, float], ...] = ()
+    parted: float = 1.0
 
     def again(self, ranks: int, microbatches: int, limit: float) -> float:
         """Seconds of one rank alone that must be spent on making things again so that each of so many fits ``limit``
@@ -50,10 +54,11 @@ class Floor:
             over -= nbytes
         return seconds
 
-    def quick(self, ranks: int, microbatches: int, limit: float) -> Quick:
-        """Lower bounds of the step and of the bytes of the fullest of so many ranks."""
-        share = ranks / ALMOST
-        compute = [("compute", self.compute, share), ("made again", self.again(ranks, microbatches, limit), share)]
+    def quick(self, ranks: int, microbatches: int, limit: float, pipe: Pipe = NO_PIPE) -> Quick:
+        """Lower bounds of the step and of the bytes of the fullest of so many ranks, in a pipeline or in none."""
+        share, again = ranks / ALMOST, self.again(ranks, microbatches, limit)
+        rate = share / (pipe.share(microbatches) * pipe.ranks)  # all wait while a pipeline fills
+        compute = [("compute", self.compute, rate), ("made again", again, rate)]
         held = [("held", self.static, share), ("kept and at work", self.least, share * microbatches)]
         return Quick.of(seconds=[compute], bytes=[held])
 
@@ -63,12 +68,13 @@ def floor_of(body: Body, cluster: Cluster, policies: Sequence[str] = POLICIES) -
     open, what a unit would keep is there at least while its own backward runs."""
     chip = cluster.chip
     times = [sum(u.kind == kind for u in body.units.units) for kind in range(len(body.units.first))]
-    compute = transient = static = 0.0
+    compute = transient = static = run = weights = 0.0
     saved = least = float(sum(_held(body, policies).values()))
     fullest, ways = 0.0, list[tuple[float, float]]()
     for wiring, count in zip(body.wirings, times, strict=True):
         alone = [_alone(op, chip) for op in wiring.ops]
-        compute += count * sum(op.forward + op.backward for op in alone)
+        run += count * sum(op.forward + op.backward for op in alone)
+        weights += count * sum(op.weights for op in alone)
         transient = max([transient, *(op.transient for op in alone)])
         points = [_kept(wiring, policy, alone) for policy in wiring.policies(policies)]
         saved += count * max(kept for kept, _ in points)
@@ -81,15 +87,18 @@ def floor_of(body: Body, cluster: Cluster, policies: Sequence[str] = POLICIES) -
         states = state_bytes(body.prepared.captured.optimizer, v.shape, v.dtype, v.nbytes) if v.grad else 0.0
         static += v.nbytes * (2 if v.grad else 1) + states
         compute += float(update(v.nbytes, states, chip.memory_rate)) if v.grad else 0.0
-    return Floor(compute, static, saved, transient, least + max(transient, fullest), tuple(sorted(ways)))
+    parted = 1 - 2 * weights / run if run else 1.0
+    return Floor(compute + run, static, saved, transient, least + max(transient, fullest), tuple(sorted(ways)), parted)
 
 
 @dataclass(frozen=True)
 class _Op:
-    """An op whole: seconds, bytes kept besides operands and results, working bytes."""
+    """An op whole: seconds, of which ``weights`` are those of the gradients of parameters, bytes kept besides operands
+    and results, working bytes."""
 
     forward: float
     backward: float
+    weights: float
     new: float
     transient: float
 
@@ -107,7 +116,10 @@ def _alone(op: fx.Node, chip: Chip) -> _Op:
         float(roofline(flops, nbytes, rate, moved)[0])
         for flops, nbytes in ((p.flops_forward, p.moved_forward), (p.flops_backward, p.moved_backward))
     )
-    return _Op(forward, backward, float(p.saved_new[0]), float(p.transient[0]))
+    graded = [o for o in operand_nodes(op) if value(o).grad]
+    leaves = sum(o.op == "get_attr" and len(value(o).shape) > 1 for o in graded)
+    weights = backward * min(leaves, 1) / max(min(len(graded), 2), 1)
+    return _Op(forward, backward, weights, float(p.saved_new[0]), float(p.transient[0]))
 
 
 def _kept(wiring: Wiring, policy: str, alone: Sequence[_Op]) -> tuple[float, float]:

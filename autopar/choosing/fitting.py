@@ -25,6 +25,8 @@ LOOKS = 4
 """Searches among some candidates at most, after the first."""
 MOST = 2.0
 """Times the limit: more than is counted of a program that fits (what rests, and at once what is kept and gradients)."""
+MANY, FAR = 300, 0.1
+"""Of so many candidates, those that so much (relative) separates from the best are not looked among again."""
 WORTHWHILE = 0.01
 """Of the seconds, and of the bytes: no further search for less."""
 LEANEST = 3
@@ -81,8 +83,8 @@ class Fitting:
             group.nothing = every.nothing
             if first is not None and first.plan.microbatches in group.counts:
                 group.seen.append(first)
-        if self.best is None or self.binds(self.best.found):
-            for group in self.groups:
+        if self.best is None or (self.binds(self.best.found) and not self.solver.effort.is_over):
+            for group in sorted(self.groups, key=lambda group: not group.seen):  # a plan that fits ends others sooner
                 group.go_on()
 
     def is_near(self, bound: float) -> bool:
@@ -133,6 +135,8 @@ class Fitting:
 
     def polished(self, best: Fit) -> Fit:
         """The search to the target gap; its plan where that fits and is faster."""
+        if self.solver.effort.is_over:
+            return best
         seen = _Among(self, best.counts).look(best.given, polish=True)
         assert self.best is not None
         return self.best if seen is None or self.best is seen else replace(best, found=seen.found)
@@ -151,7 +155,8 @@ class _Among:
         """One search, and what its plan's program says."""
         of = self.of
         with of.solver.timed("search"):
-            found = of.solver.search(given, self.counts, polish=polish)
+            known = of.best.seconds if self.counts and of.best is not None and not polish else inf
+            found = of.solver.search(given, self.counts, polish=polish, known=known)
         if found.best is None or found.best.problem is None:
             tried = [o.bytes if o.status == "memory" else given for o in found.outcomes if o.status != "illegal"]
             self.nothing = max(self.nothing, given, min(tried, default=given) * (1 - 1e-9))
@@ -165,10 +170,19 @@ class _Among:
     def go_on(self) -> None:
         """More searches, while they may be of use."""
         for _ in range(LOOKS):
-            given = self.next() if self.of.best is None or self.of.fastest else None
+            enough = self.of.best is not None and (
+                not self.of.fastest or self.of.solver.effort.is_over or self._is_far(self.of.best)
+            )
+            given = None if enough else self.next()
             if given is None:
                 break
             self.look(given)
+
+    def _is_far(self, best: Fit) -> bool:
+        if not self.seen or len(self.seen[-1].found.outcomes) < MANY:
+            return False
+        found = self.seen[-1].found.best
+        return found is not None and found.seconds > best.seconds * (1 + FAR)
 
     def next(self) -> float | None:
         """The bytes to give to the next search; None where no more is to be had. With ``low`` bytes what is found fits

@@ -26,7 +26,8 @@ from autopar.passes.lower import with_changes
 from autopar.pins import Pins, ResolvedPins
 from autopar.plan import Plan, Proof, Schedule
 from autopar.predict import predict
-from autopar.predict_pipeline import Pipeline, along
+from autopar.predict_pipeline import Pipeline
+from autopar.wires import with_wires
 
 
 class Inner(Protocol):
@@ -177,7 +178,7 @@ class Cutting:
     @cached_property
     def pipe(self) -> Pipeline:
         """The ops, priced."""
-        mesh = along(plan_mesh(self.whole), self.whole, self.cluster)
+        mesh = with_wires(plan_mesh(self.whole), [a.stride for a in self.whole.axes], self.cluster)
         return Pipeline(self.whole, with_changes(apply(self.whole, self.prepared)), mesh, self.cluster)
 
     @cached_property

@@ -13,14 +13,17 @@ from typing import Any
 
 from autopar.build import Prepared, choose, prepare
 from autopar.capture import Capture
+from autopar.choosing.in_stages import NothingToTry
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError, NothingFits
 from autopar.orders import forwards_first
 from autopar.passes.layout import Layout
-from autopar.pins import Pins, resolve
+from autopar.pins import LAYOUT, OWN, Pins, is_named, resolve
 from autopar.plan import Alternative, Plan
 from autopar.predict import predict
 from autopar.rests import resting
+from autopar.schema import nearest
+from autopar.solver.effort import Effort
 from autopar.solver.file import Saved
 
 GIB = 2**30
@@ -38,27 +41,57 @@ class Planned:
 
 
 def solves(pins: Pins) -> bool:
-    """Whether the solver makes the plan: nobody has said what the axes are for."""
+    """Whether the solver finds the mesh: nobody has said what the axes are for."""
     return not pins.axes
 
 
-def plan_training(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str, Layout]) -> Planned:
-    """The plan for a captured model in train mode. ``rests``: where parameters rest already, empty before they do.
+def plan_training(
+    captured: Capture,
+    pins: Pins,
+    cluster: Cluster,
+    rests: Mapping[str, Layout],
+    effort: Effort | None = None,
+    **options: Any,
+) -> Planned:
+    """The plan for a captured model in train mode. ``rests``: where parameters rest already, empty before they do;
+    ``effort``, ``options``: of the search, where the solver finds the mesh (`choosing.solve.solved`).
 
     Raises NothingFits where no plan that keeps the pins fits the memory of a rank, AutoparError where a pin cannot be
     kept.
     """
+    _refuse_unknown(captured, pins)
     if rests:  # by an eval program that came first, whose ranks are these
         return _pinned(captured, pins, cluster, rests)
+    if is_searched(pins):
+        with suppress(NothingToTry):
+            return _solved(captured, pins, cluster, effort=effort, **options)
     if (pins.pp or 1) > 1:
         return _pipelined(captured, pins, cluster)
-    if solves(pins):
-        return _solved(captured, pins, cluster)
     return _solved_with_axes(captured, pins, cluster)
 
 
+def _refuse_unknown(captured: Capture, pins: Pins) -> None:
+    """A pinned layout must be of a parameter."""
+    names = [*captured.parameters, *captured.aliases]
+    for pattern, _ in pins.layouts:
+        if not any(is_named(name, pattern) for name in names):
+            close = nearest(pattern, names) or "."
+            raise AutoparError(
+                f"pin {LAYOUT}{pattern}: no parameter of {captured.model_name} has that name{close} "
+                "Legal: a name of its state_dict, in which * stands for any text."
+            )
+
+
+def is_searched(pins: Pins) -> bool:
+    """Whether mesh, stages and their order are all the solver's, within pins: no axes, cuts or order of microbatches
+    are the user's own, and not all forwards come before the first backward."""
+    given = bool(pins.cut) or pins.schedule == "gpipe" or (pins.schedule or "").endswith(OWN)
+    return solves(pins) and not given
+
+
 def _pipelined(captured: Capture, pins: Pins, cluster: Cluster) -> Planned:
-    """With stages: each search is one on the ranks of a stage."""
+    """With stages on pinned axes, at cuts or in an order that are given: layouts are looked for on the ranks of one
+    stage, then it is cut."""
     from autopar.choosing.pipelines import pipelined
 
     resolved = resolve(pins, cluster.ranks, captured.batch if pins.axes else None)
@@ -76,7 +109,7 @@ class _Layouts:
     def plan(self, pins: Pins, part: Cluster) -> tuple[Plan, Prepared]:
         """As without stages."""
         if solves(pins):
-            made = _solved(self.captured, pins, part, prepared=self.whole, nearest=False)
+            made = _solved(self.captured, replace(pins, pp=1), part, prepared=self.whole, nearest=False)
         else:
             made = _solved_with_axes(self.captured, pins, part, self.whole)
         return made.plan, made.prepared
@@ -98,7 +131,8 @@ def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster, prepared:
     fastest that fits."""
     resolve(pins, cluster.ranks, captured.batch)
     prepared = prepared or prepare(captured, 1)
-    plain = replace(pins, zero=pins.zero or 0, microbatches=pins.microbatches or 1, recompute=pins.recompute or "none")
+    zero = pins.zero if pins.in_pieces else pins.zero or 0
+    plain = replace(pins, zero=zero, microbatches=pins.microbatches or 1, recompute=pins.recompute or "none")
     try:
         made = _attempt(captured, plain, cluster, prepared)
     except NothingFits as error:
@@ -112,12 +146,18 @@ def _solved_with_axes(captured: Capture, pins: Pins, cluster: Cluster, prepared:
 
 
 def _attempt(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared) -> Planned:
-    return _solved(captured, pins, cluster, prepared=prepared, nearest=False, target_gap=1e-4)
+    return _solved(captured, pins, cluster, prepared=prepared, nearest=False, effort=Effort(1e-4))
 
 
 def _pinned(captured: Capture, pins: Pins, cluster: Cluster, rests: Mapping[str, Layout]) -> Planned:
     resolved = resolve(pins, cluster.ranks, captured.batch)
     prepared = prepare(captured, resolved.microbatches)
+    if pins.layouts:
+        fqn, words = pins.layouts[0]
+        raise AutoparError(
+            f"pin {LAYOUT}{fqn}={','.join(map(':'.join, words))}: an eval program came first, which said where "
+            "parameters rest. Train first, or leave the pin out."
+        )
     plan = choose(prepared, resolved, cluster)
     return Planned(predict(resting(plan, rests) if rests else plan, prepared, cluster), prepared)
 
@@ -129,7 +169,7 @@ def _refusal(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared
     nearest: list[Alternative] = []
     if {"zero", "microbatches", "recompute"} & pins.named():
         resolved = resolve(pins, cluster.ranks, captured.batch)
-        for zero in range(4) if resolved.dp * resolved.sp > 1 else (0,):
+        for zero in range(4) if resolved.dp * resolved.cp > 1 else (0,):
             with suppress(AutoparError):
                 open_pins = replace(pins, zero=zero, microbatches=None, recompute=None)
                 made = _attempt(captured, open_pins, cluster, prepared)

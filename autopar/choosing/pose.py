@@ -17,8 +17,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -75,6 +75,20 @@ class Posed:
     shared: tuple[tuple[Layout, ...] | tuple[ParameterState, ...], ...]
     policies: tuple[tuple[str, ...], ...]
     roles: Roles | None = None
+
+    def with_parameters(self, changed: Callable[[Variable, tuple[ParameterState, ...]], Variable]) -> Problem:
+        """The problem with every parameter's variable ``changed``, given what its states stand for."""
+        shared = tuple(
+            changed(v, of) if v.kind == "parameter" else v  # type: ignore[arg-type]
+            for v, of in zip(self.problem.shared, self.shared, strict=True)
+        )
+        classes = []
+        for kind, of in zip(self.problem.classes, self.parameters, strict=True):
+            *others, again = kind.variables  # the last but for what the unit makes again are its parameters
+            first = len(others) - len(of)
+            held = (changed(v, states) for v, states in zip(others[first:], of, strict=True))
+            classes.append(replace(kind, variables=(*others[:first], *held, again)))
+        return replace(self.problem, shared=shared, classes=tuple(classes))
 
 
 def mesh_of(
@@ -262,6 +276,8 @@ class _Pose:
             together = self._together[_alike(t.value)]
             gathers = sum(1 + any(r.keeps for r in seen.readers) for seen in in_units or [t])
             states = tuple(parameter_states(t.value, uses, self.mesh, self.zero, over, together, gathers))
+            if self.roles is not None:
+                states = tuple(self.roles.resting(name, states, self.mesh))
             return Variable(name, "parameter", tuple(map(str, states)), self._held(t.value, states)), states
         if self.roles is not None:
             layouts = self.roles.shared(t.node, layouts)

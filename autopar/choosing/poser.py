@@ -17,7 +17,7 @@ from autopar.choosing.wiring import Known, Wiring, first_reads, kept_sides, weig
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes.divide_work import propose_parts
-from autopar.passes.facts import value
+from autopar.passes.facts import operand_nodes, value
 from autopar.passes.follow_time import TimeChoices, cut_alike, follow_axis, follow_time
 from autopar.passes.keepers import keepers
 from autopar.passes.layout import Axis
@@ -26,7 +26,7 @@ from autopar.passes.sequence import along_sequence, sequences
 from autopar.passes.split_prologue import copy_graph
 from autopar.passes.strategy import Proposal
 from autopar.passes.units import Units, core_ops, cut_units
-from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
+from autopar.pins import SEQUENCE, Pins, ResolvedPins, microbatch_rows
 from autopar.solver.meshes import MOST_MICROBATCHES
 
 
@@ -42,7 +42,7 @@ class Body:
     outputs: Mapping[fx.Node, str]
 
     @staticmethod
-    def of(prepared: Prepared) -> Body:
+    def of(prepared: Prepared, pins: Pins | None = None) -> Body:
         gm, captured = prepared.body, prepared.captured
         parameters = frozenset(captured.parameters)
         ops = core_ops(gm, parameters)
@@ -55,7 +55,13 @@ class Body:
         alone = kept_sides(ops, held)
         reads = dict(inputs.values())
         keeps = dict(alone.values())
-        units = cut_units(gm, parameters, lambda op: (held.slots[op], reads.get(op), keeps.get(op)), mark)
+        rests = {n: tuple(rests_pinned(captured, pins or Pins(), n).items()) for n in parameters}
+
+        def mark_op(op: fx.Node) -> tuple[object, ...]:
+            pinned = tuple(rests.get(str(o.target)) for o in operand_nodes(op))
+            return held.slots[op], reads.get(op), keeps.get(op), pinned
+
+        units = cut_units(gm, parameters, mark_op, mark)
         outputs, core = outputs_of(gm), frozenset(ops)
         known = Known(parameters, held, outputs, weights_of(gm, parameters), core, inputs, alone)
         wirings = tuple(wire(units.units[first], known) for first in units.first)
@@ -99,14 +105,18 @@ class Poser:
         """Of recomputation, those allowed."""
         return POLICIES if self.recompute is None else (self.recompute,)
 
+    @property
+    def _layouts(self) -> Pins | None:
+        return None if self.pinned is None else self.pinned.pins
+
     @cached_property
     def _whole(self) -> Body:
-        return Body.of(self.prepared)
+        return Body.of(self.prepared, self._layouts)
 
     @cached_property
     def _split(self) -> Body:
         whole = self._whole.prepared
-        return Body.of(in_microbatches(replace(whole, body=copy_graph(whole.body))))
+        return Body.of(in_microbatches(replace(whole, body=copy_graph(whole.body))), self._layouts)
 
     def body(self, microbatches: int) -> Body:
         """The graph of a step of one microbatch, or of several."""
@@ -188,8 +198,18 @@ class Poser:
                 ops = core_ops(gm, parameters)
                 limits, whole = limits_of(ops, body.units, parameters, weights, along if shares else None)
             sequence = sequences(along) if shares else {}
-            self._roles[body] = Roles(follow, tensor, limits, whole, sequence, cut, along)
+            words = {n: rests_pinned(self.captured, pins.pins, n) for n in parameters}
+            rests = {n: {named[axis]: word for axis, word in found.items()} for n, found in words.items() if found}
+            whole_there = {n for n, found in words.items() if found.get("tp") == "R"}
+            free = [op for op in limits if any(str(o.target) in whole_there for o in operand_nodes(op))]
+            limits |= {op: replace(limits[op], obliged=False) for op in free}
+            self._roles[body] = Roles(follow, tensor, limits, whole, sequence, cut, along, rests)
         return self._roles[body]
+
+
+def rests_pinned(captured: Capture, pins: Pins, parameter: str) -> dict[str, str]:
+    """How pins have a parameter rest, by axis, under any of its names."""
+    return pins.at_rest([parameter, *(alias for alias, name in captured.aliases.items() if name == parameter)])
 
 
 def outputs_of(gm: fx.GraphModule) -> dict[fx.Node, str]:

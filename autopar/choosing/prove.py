@@ -16,12 +16,17 @@ from autopar.choosing.pose import Posed
 from autopar.plan import Proof
 from autopar.solver.file import Record, Saved, of_search
 from autopar.solver.meshes import MOST_MICROBATCHES
-from autopar.solver.problem import Assignment, Problem, seconds, totals
+from autopar.solver.problem import Assignment, Problem
 from autopar.solver.proof import proof_of
 from autopar.solver.search import Candidate, Found, Outcome
+from autopar.solver.stages import step_seconds
 
 SCOPE = {
-    "axes": f"at most 2 of ranks, and equal microbatches (at most {MOST_MICROBATCHES})",
+    "axes": f"at most 2 of ranks beside the pipeline, and equal microbatches (at most {MOST_MICROBATCHES})",
+    "pipelines": "outermost, of whole nodes or parts of one; 1F1B, interleaved (2 or 4 stages a rank) and zero bubble: "
+    "fill * (all ranks' seconds of a microbatch + messages) + (M - fill) * the fullest rank's, of gathers at every use "
+    "the share of stages in units waited for; cuts between units (the plan's may lie elsewhere, where that is "
+    "predicted faster)",
     "nesting": "axes that cut one dim nest in the order of the mesh, microbatches outermost",
     "copies": "every tensor is shared in at most one layout; its readers change that privately",
     "segments": "tensors are cut in parts only where splits and views of the model, or what arrives, propose it",
@@ -68,8 +73,7 @@ def _only(record: Record, limit: float, chosen: Chosen) -> Record:
     if record.candidate != chosen.candidate:
         return replace(record, seconds=inf, assignment=None)
     problem = replace(chosen.problem, memory_limit=limit)
-    total = totals(problem, chosen.assignment)
-    took = float(seconds(total))
+    took = step_seconds(problem, chosen.assignment)
     bound, status = record.bound, record.status
     if status == "memory":  # its bound says that nothing fits, which the plan disproves: rounding
         bound, status = record.quick.seconds, "open"

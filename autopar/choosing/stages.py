@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import inf
 
 import numpy as np
@@ -22,6 +22,7 @@ import numpy.typing as npt
 from torch import fx
 
 from autopar.errors import AutoparError
+from autopar.passes.cut_stages import moved
 from autopar.passes.facts import fact, value
 from autopar.passes.insert_changes import change
 from autopar.passes.lower import Lowerable
@@ -84,11 +85,7 @@ def crossed(model: Lowerable, parameters: frozenset[str]) -> Crossed:
 
 def _core(graph: fx.GraphModule, parameters: frozenset[str]) -> set[fx.Node]:
     """The ops that depend on a parameter, and changes of what they make: not those of a parameter's own layout."""
-    moved = {n for n in graph.graph.nodes if n.op == "get_attr"}
-    for node in graph.graph.nodes:
-        if node.target is change and node.args[0] in moved:
-            moved.add(node)
-    return {n for n in core_ops(graph, parameters) if n not in moved}
+    return set(core_ops(graph, parameters)) - moved(graph.graph)
 
 
 # -- places of a cut -------------------------------------------------------------------------------------------------
@@ -99,11 +96,7 @@ def levels(model: Lowerable, plan: Plan, found: Crossed) -> Iterator[list[int]]:
     at, core = places(model.body), _core(model.body, frozenset(plan.parameters))
     own = sorted({place for node, place in at.items() if node in core and node.target is not change})
     legal = set(own[1:])
-    units, start = list[int](), 0
-    for unit in plan.units[:-1]:
-        start += len(plan.classes[unit.kind].ops)
-        units.append(min((p for p in own if p >= start), default=0))
-    between = {p for p in units if p in legal}
+    between = {min((p for p in own if p >= start), default=0) for start in unit_edges(plan)[1:-1]} & legal
     narrow = between | {p for p in legal if found.count[p - 1] <= 1}
     every = sorted(legal, key=lambda p: (p not in narrow, int(found.forward[p - 1]), p))[:MOST]
     yield sorted(narrow)
@@ -204,6 +197,11 @@ def _prefixes(fqn: str) -> list[str]:
 # -- the plan --------------------------------------------------------------------------------------------------------
 
 
+def unit_edges(plan: Plan) -> list[int]:
+    """The ops at which units begin, and the number of ops."""
+    return [0, *accumulate(len(plan.classes[unit.kind].ops) for unit in plan.units)]
+
+
 def with_stages(plan: Plan, at: Sequence[int]) -> Plan:
     """The plan cut before these ops. A unit that is cut becomes two, of classes of their own."""
     classes, units, stages = list(plan.classes), list[Unit](), list[Stage]()
@@ -247,4 +245,4 @@ def _renamed(piece: str, of: str, unit: str) -> str:
     return unit + piece.removeprefix(of) if f"{piece}.".startswith(f"{of}.") else piece
 
 
-__all__ = ["Crossed", "Work", "balanced", "crossed", "cuts", "levels", "pinned", "with_stages"]
+__all__ = ["Crossed", "Work", "balanced", "crossed", "cuts", "levels", "pinned", "unit_edges", "with_stages"]

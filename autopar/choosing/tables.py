@@ -11,11 +11,12 @@ import numpy.typing as npt
 from autopar.choosing.wiring import Tensor
 from autopar.passes.changes import costs
 from autopar.passes.facts import Value
-from autopar.passes.layout import Layout, Mesh
+from autopar.passes.layout import Layout, Mesh, Split
 from autopar.passes.price import local_bytes
-from autopar.solver.problem import EXPOSED, HIDDEN, RESOURCES, Array
+from autopar.solver.problem import EXPOSED, HIDDEN, RESOURCES, Array, Index
 
 UNHIDDEN = 1e-3  # of hidden seconds, taken as exposed so that ties are broken
+PART = 2  # of `Tables._held`: what an axis has of a partial sum; a shard has more, a whole tensor less
 Layouts = Sequence[Layout]
 Flags = npt.NDArray[np.bool_]
 
@@ -27,6 +28,10 @@ class Tables:
         self.mesh, self.plain = mesh, mesh.without_wires()
         self.microbatches = 1 if mesh.time is None else mesh.axes[mesh.time].size
         self._seconds: dict[tuple[Value, tuple[Layout, ...], tuple[Layout, ...]], Array] = {}
+        self._bytes: dict[tuple[Value, tuple[Layout, ...]], Array] = {}
+        self._numbers: dict[tuple[Layout, ...], Index] = {}
+        self._pieces: dict[tuple[Layout, ...], Index] = {}
+        self._storage: dict[tuple[str, tuple[Split, ...]], int] = {}
 
     def changes(self, t: Tensor, sources: Layouts, targets: Layouts) -> Array:
         """[sources, targets, resources]: of a weight, and of what depends on weights alone, hidden."""
@@ -43,7 +48,11 @@ class Tables:
 
     def bytes(self, v: Value, layouts: Layouts) -> Array:
         """Of the largest piece, in the microbatch with the most rows."""
-        return np.array([local_bytes(v, x, self.plain) for x in layouts], np.float64)
+        key = v, tuple(layouts)
+        if key not in self._bytes:
+            self._bytes[key] = np.array([local_bytes(v, x, self.plain) for x in layouts], np.float64)
+            self._bytes[key].flags.writeable = False
+        return self._bytes[key]
 
     def copies(self, v: Value, sources: Layouts, targets: Layouts, *, free: bool) -> Array:
         """Bytes of each target; ``free``: none where it is the source's own storage, which counts elsewhere."""
@@ -52,22 +61,40 @@ class Tables:
 
     def same(self, sources: Layouts, targets: Layouts) -> Flags:
         """Whether a target is the storage of the source."""
-        return np.array([[_kinds(a) == _kinds(b) and a.dims == b.dims for b in targets] for a in sources], bool)
+        return np.asarray(self._storages(sources)[:, None] == self._storages(targets))
 
     def collective(self, sources: Layouts, targets: Layouts) -> Flags:
-        """Whether ranks exchange what they hold on the way."""
-        return np.array([[self._exchanged(a, b) for b in targets] for a in sources], bool)
+        """Whether ranks exchange what they hold on the way: an axis without P and S holds all of a tensor, and every
+        layout is made of that in place."""
+        before, after = self._held(sources)[:, None], self._held(targets)
+        return np.asarray(((before >= PART) & (before != after)).any(-1))
 
-    def _exchanged(self, source: Layout, target: Layout) -> bool:
-        """An axis without P and S holds all of a tensor: every layout is made of that in place."""
-        cut = [a for a in self.mesh.space if source.kinds[a] in "SP"]
-        return any(source.kinds[a] != target.kinds[a] or source.dim_of(a) != target.dim_of(a) for a in cut)
+    def _storages(self, layouts: Layouts) -> Index:
+        """Of each layout the number of the storage that it is: R and I are one."""
+        key = tuple(layouts)
+        if key not in self._numbers:
+            storages = [self._storage.setdefault((_kinds(x), x.dims), len(self._storage)) for x in layouts]
+            self._numbers[key] = np.array(storages, np.int64)
+        return self._numbers[key]
+
+    def _held(self, layouts: Layouts) -> Index:
+        """What each layout has on each axis of ranks, as a number, [layouts, axes]: `PART` for P, more for a shard."""
+        key = tuple(layouts)
+        if key not in self._pieces:
+            held = [[_piece(x, a) for a in self.mesh.space] for x in layouts]
+            self._pieces[key] = np.array(held, np.int64).reshape(len(layouts), len(self.mesh.space))
+        return self._pieces[key]
 
     def _changed(self, v: Value, sources: Layouts, targets: Layouts) -> Array:
         key = (v, tuple(sources), tuple(targets))
         if key not in self._seconds:
             self._seconds[key] = costs(sources, targets, v, self.mesh) * self.microbatches
         return self._seconds[key]
+
+
+def _piece(layout: Layout, axis: int) -> int:
+    dim = layout.dim_of(axis)
+    return "IRP".index(layout.kinds[axis]) if dim is None else PART + 1 + dim
 
 
 def _kinds(layout: Layout) -> str:

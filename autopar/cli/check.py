@@ -64,6 +64,7 @@ def _form(plan: Plan) -> list[str]:
 
 def _proof(plan: Plan, path: str) -> list[Line]:
     from autopar.solver.check_proof import check
+    from autopar.solver.proof import each
 
     entries = plan.proof.scope.get("pruned")
     if plan.proof.bound is None or not isinstance(entries, list):
@@ -71,4 +72,4 @@ def _proof(plan: Plan, path: str) -> list[Line]:
     differences = check(write(plan.proof), path)
     if differences:
         return [Line(False, text) for text in differences]
-    return [Line(True, f"{several(len(entries), 'bound')}, objective and gap: found again from {path}")]
+    return [Line(True, f"{several(len(list(each(entries))), 'bound')}, objective and gap: found again from {path}")]

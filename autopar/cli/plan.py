@@ -7,7 +7,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,16 +15,19 @@ from typing import TYPE_CHECKING, Any
 from autopar.cli.flags import DONE, FORM, NO, cluster_flags, cluster_of, common_flags
 from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins, resolve
+from autopar.solver.effort import GAP, Effort
 
 if TYPE_CHECKING:
     from autopar.capture import Capture
     from autopar.cluster import Cluster
     from autopar.compile import Parallel
+    from autopar.explain.page import Section
     from autopar.explain.why_not import Other
     from autopar.loading import LoadedModel
     from autopar.plan import Plan
 
 PROBLEM = ".npz"
+ALSO = ("next", "prices", "pareto")
 MOST_ROWS = 1 << 24  # of a global batch: rows are listed one by one
 PIN = re.compile(r"[\s,]+(?=[\w.]+=)")  # between pins of one word; a comma inside a value stays
 
@@ -35,6 +38,8 @@ ELSEWHERE = (
     "ranks",
     "global_batch",
     "optimizer",
+    "gap",
+    "time_limit",
 )  # flags of what is neither a plan nor a reference model
 FORMULAS = (
     "instead of a MODEL: FLOPs and bytes of a reference model in its own symbols: gpt or llama, then any of tp sp cp "
@@ -57,11 +62,19 @@ def add(commands: Any) -> None:
     explain.add_argument("model", nargs="?", metavar="MODEL|PLAN", help="a MODEL as for plan, or a plan.json")
     explain.add_argument("--formulas", nargs="+", metavar="WORD", help=FORMULAS)
     explain.add_argument(
+        "--also",
+        action="append",
+        default=[],
+        choices=ALSO,
+        help="solve again, each as long as planning or longer: next (the ten next-best plans, predicted), prices (one "
+        "more GiB, one more node, faster links), pareto (plans within less memory)",
+    )
+    explain.add_argument(
         "--why-not",
         action="append",
         default=[],
         metavar="PINS",
-        help="price another plan beside it: 'tp=8 zero=3', recompute=none",
+        help="price another plan beside it: 'tp=8 zero=3', recompute=none; of a plan.json: what its proof says of it",
     )
     cluster_flags(explain)
     common_flags(explain)
@@ -74,6 +87,12 @@ def _training_flags(command: argparse.ArgumentParser) -> None:
         "--optimizer",
         metavar="NAME",
         help="one of torch.optim, whose states count: adamw (default), sgd,momentum=0.9",
+    )
+    command.add_argument(
+        "--gap", type=float, metavar="SHARE", help=f"how near to the best a plan must be proved (default {GAP})"
+    )
+    command.add_argument(
+        "--time-limit", type=float, metavar="S", help="end the search after S seconds, with the best plan so far"
     )
     command.add_argument(
         "--dropout",
@@ -93,6 +112,7 @@ class Asked:
     batch: int | None
     dropout: str
     optimizer: str | None
+    effort: Effort
 
     @staticmethod
     def of(options: argparse.Namespace) -> Asked:
@@ -102,23 +122,29 @@ class Asked:
         spec = ModelSpec.parse(options.model, options.set, options.loss)
         pins, cluster = Pins.parse(options.pin), cluster_of(options)
         _refuse(pins, cluster, options.global_batch)
-        return Asked(spec.load(), cluster, pins, options.global_batch, options.dropout, options.optimizer)
+        effort = Effort(GAP if options.gap is None else options.gap, options.time_limit)
+        return Asked(spec.load(), cluster, pins, options.global_batch, options.dropout, options.optimizer, effort)
 
     def compile(self, pins: Pins) -> Parallel:
         """The model planned with these pins."""
         from autopar import compile
+        from autopar.cli.progress import watched
 
-        return compile(
-            self.loaded.model,
-            self.cluster,
-            args=self.loaded.args,
-            kwargs=self.loaded.kwargs,
-            loss=self.loaded.loss,
-            pins=pins,
-            global_batch=self.batch,
-            dropout=self.dropout,
-            optimizer=self.optimizer,
-        )
+        with watched() as watch:
+            return compile(
+                self.loaded.model,
+                self.cluster,
+                args=self.loaded.args,
+                kwargs=self.loaded.kwargs,
+                loss=self.loaded.loss,
+                pins=pins,
+                global_batch=self.batch,
+                dropout=self.dropout,
+                optimizer=self.optimizer,
+                gap=self.effort.gap,
+                time_limit=self.effort.time_limit,
+                watch=watch,
+            )
 
 
 def _refuse(pins: Pins, cluster: Cluster, batch: int | None) -> None:
@@ -131,11 +157,16 @@ def _refuse(pins: Pins, cluster: Cluster, batch: int | None) -> None:
 
 
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
+    from autopar.choosing.plan_training import is_searched
+
     for flag in ("out", "problem"):
         _refuse_folder(flag, getattr(options, flag))
     asked = Asked.of(options)
-    if options.problem and (asked.pins.pp or 1) > 1:
-        raise AutoparError(f"--problem {options.problem}: nothing is proved of a plan with stages. Leave it out.")
+    if options.problem and (asked.pins.pp or 1) > 1 and not is_searched(asked.pins):
+        raise AutoparError(
+            f"--problem {options.problem}: nothing is proved where cuts, order or axes of stages are pinned. "
+            "Leave it out."
+        )
     parallel = asked.compile(asked.pins)
     plan = parallel.detailed_plan()
     if options.problem:
@@ -161,20 +192,24 @@ def _refuse_folder(flag: str, path: str | None) -> None:
 
 def _explain(options: argparse.Namespace) -> tuple[str, int]:
     from autopar.explain import explain
+    from autopar.explain.recorded import recorded
     from autopar.explain.why_not import as_json, why_not
 
     if options.formulas:
         return _formulas(options)
     if options.model is None:
         raise AutoparError("explain: nothing to explain. Name a MODEL or a plan.json, or --formulas llama tp.")
+    wanted = [Pins.parse(_pins(text)) for text in options.why_not]
     if options.model.endswith(".json"):
-        plan, error, others = _finished(options), None, []
+        plan, error = _finished(options), None
+        again: list[Section] = []
+        others = [recorded(plan, pins) for pins in wanted]
     else:
-        wanted = [Pins.parse(_pins(text)) for text in options.why_not]
         asked = Asked.of(options)
         plan, error, captured = _chosen(asked)
-        others = [_other(asked, pins, captured) for pins in wanted]
-    page = explain(plan, (why_not(plan, others),))
+        others = [_other(asked, pins, captured, plan) for pins in wanted]
+        plan, again = _also(options.also, asked, plan, captured)
+    page = explain(plan, (why_not(plan, others), *again))
     fits = False if error is not None else page.fits
     code = NO if fits is False else DONE
     if error is not None:
@@ -186,6 +221,24 @@ def _explain(options: argparse.Namespace) -> tuple[str, int]:
     return page.text(_width()), code
 
 
+def _also(also: Sequence[str], asked: Asked, plan: Plan, captured: Capture | None) -> tuple[Plan, list[Section]]:
+    """What is solved again: the plan with its next-best ones, and sections. Nothing, where nothing fits."""
+    from autopar.explain.pareto import pareto
+    from autopar.explain.shadow_prices import shadow_prices
+    from autopar.what_if import Conditions, next_best
+    from autopar.what_if import pareto as within_less
+    from autopar.what_if import shadow_prices as with_more
+
+    if captured is None:
+        return plan, []
+    conditions = Conditions(captured, asked.pins, asked.cluster, asked.effort)
+    if "next" in also:
+        plan = next_best(conditions, plan)
+    prices = shadow_prices(plan, with_more(conditions)) if "prices" in also else shadow_prices(plan)
+    front = within_less(conditions, plan) if "pareto" in also else ()
+    return plan, [prices, pareto(plan, front)]
+
+
 def _width() -> int:
     return shutil.get_terminal_size((160, 24)).columns if sys.stdout.isatty() else 160
 
@@ -193,7 +246,9 @@ def _width() -> int:
 def _formulas(options: argparse.Namespace) -> tuple[str, int]:
     from autopar.explain.reference import formulas_of
 
-    _refuse_flags(options, ("model", "why_not", "pin", *ELSEWHERE), "--formulas are of a reference model. Leave it out")
+    _refuse_flags(
+        options, ("model", "why_not", "also", "pin", *ELSEWHERE), "--formulas are of a reference model. Leave it out"
+    )
     page = formulas_of(options.formulas, options.set)
     return json.dumps(page.to_json()) if options.json else page.text(_width()), DONE
 
@@ -208,10 +263,8 @@ def _refuse_flags(options: argparse.Namespace, flags: Iterable[str], why: str) -
 def _finished(options: argparse.Namespace) -> Plan:
     from autopar.plan import Plan
 
-    if options.why_not:
-        raise AutoparError(f"--why-not: {options.model} is a finished plan, other plans need the MODEL. Name it.")
     why = f"{options.model} is a finished plan. Leave it out, or name a MODEL"
-    _refuse_flags(options, ("pin", "set", *ELSEWHERE), why)
+    _refuse_flags(options, ("pin", "set", "also", *ELSEWHERE), why)
     return Plan.load(options.model)
 
 
@@ -234,20 +287,22 @@ def _pins(text: str) -> list[str]:
     return words
 
 
-def _other(asked: Asked, pins: Pins, captured: Capture | None) -> Other:
-    """The plan with these pins before those of the command line, or why there is none."""
+def _other(asked: Asked, pins: Pins, captured: Capture | None, chosen: Plan) -> Other:
+    """The plan with these pins before those of the command line, or why there is none. An order or chunks without
+    ``pp`` are of the stages that the chosen plan has."""
     from autopar.choosing.plan_training import plan_training
     from autopar.explain.why_not import Other
     from autopar.mixed_precision import precision
 
     try:
-        both: Mapping[str, str] = {**asked.pins.given(), **pins.given()}
+        staged = {"pp": str(chosen.pp)} if {"schedule", "vp", "cut"} & pins.named() and chosen.pp > 1 else {}
+        both: Mapping[str, str] = {**asked.pins.given(), **staged, **pins.given()}
         parsed = Pins.parse(both)
         _refuse(parsed, asked.cluster, asked.batch)
         same = captured is not None and captured.precision == precision(parsed.param_dtype, parsed.reduce_dtype)
         if captured is None or not captured.training or not same:
             return Other(pins.text(), asked.compile(parsed).plan)
-        return Other(pins.text(), plan_training(captured, parsed, asked.cluster, {}).plan)
+        return Other(pins.text(), plan_training(captured, parsed, asked.cluster, {}, asked.effort).plan)
     except NothingFits as error:
         return Other(pins.text(), error.plan, str(error), fits=False)
     except AutoparError as error:

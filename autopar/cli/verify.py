@@ -167,6 +167,7 @@ def _result_text(result: VerifyResult) -> str:
     for axis, share in result.divided.items():
         lines.append(f"  {axis} takes off a rank: {_shares(write(share))}")
     lines += [f"  limits: {', '.join(result.limits)}"] * bool(result.limits)
+    lines += [f"  probed, not proved: {', '.join(result.probed)}"] * bool(result.probed)
     return "\n".join(lines)
 
 

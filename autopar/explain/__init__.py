@@ -22,6 +22,7 @@ from autopar.explain.page import Page, Section, render
 from autopar.explain.parameters import parameters
 from autopar.explain.proof import proof
 from autopar.explain.recompute import recompute
+from autopar.explain.shadow_prices import shadow_prices
 from autopar.explain.stages import order, stages
 from autopar.explain.step_time import step_time
 from autopar.explain.verdict import verdict
@@ -43,6 +44,7 @@ SECTIONS = (
     divided,
     whole,
     next_best,
+    shadow_prices,
     proof,
     doubts,
     formulas,
@@ -50,15 +52,17 @@ SECTIONS = (
 
 
 def explain(plan: Plan, more: Iterable[Section] = ()) -> Page:
-    """The page of a plan; ``more``: sections to put after the first one. Empty sections are left out."""
-    first, *rest = (section(plan) for section in SECTIONS)
+    """The page of a plan; ``more``: sections to put after the first one, or in the place of those of the same title.
+    Empty sections are left out."""
+    given = {section.title: section for section in more if section.rows}
+    first, *rest = (given.pop(s.title, s) for s in (section(plan) for section in SECTIONS))
     head = {
         "mesh": dict(plan.mesh),
         "microbatches": plan.microbatches,
         "predicted": write(plan.predicted),
         "proof": write(plan.proof),
     }
-    return Page(plan.one_line(), tuple(s for s in (first, *more, *rest) if s.rows), plan.fits, head)
+    return Page(plan.one_line(), tuple(s for s in (first, *given.values(), *rest) if s.rows), plan.fits, head)
 
 
 __all__ = ["SECTIONS", "Page", "Section", "explain", "render"]

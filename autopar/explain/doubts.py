@@ -14,6 +14,7 @@ def doubts(plan: Plan) -> Section:
     rows = [("relaxed", f"{name}={value}") for name, value in sorted(plan.relaxations.items())]
     rows += [("padded", text) for text in _padded(plan.padding)]
     rows += [("no rule, runs whole", op) for op in plan.predicted.fallback]
+    rows += [("probed, not proved", op) for op in plan.predicted.probed]
     rows += [("left to autograd", unit) for unit in plan.predicted.autograd]
     if not plan.model.checked:
         rows.append(("unchecked", "captured gradients were not compared with eager"))

@@ -10,13 +10,14 @@ from typing import Any
 from autopar.explain.page import Section
 from autopar.explain.quantities import bytes_text, seconds_text
 from autopar.plan import Plan
+from autopar.solver.proof import each
 
 BY = {
     "illegal": "illegal for this model",
     "memory": "cannot fit, by a bound on their bytes",
     "roofline": "no gain beyond the target gap, by a bound on compute alone",
     "multipliers": "no gain beyond the target gap, by a Lagrangian bound",
-    "dominated": "no faster than fewer microbatches on the same mesh",
+    "dominated": "no faster than fewer microbatches on the same mesh, or than the share of these that stages take",
     "solved": "solved in full, the chosen one among them",
     "open": "not finished: bounded only",
 }
@@ -42,6 +43,7 @@ def proof(plan: Plan) -> Section:
 def _scope(scope: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     known = (
         "axes",
+        "pipelines",
         "pinned",
         "nesting",
         "copies",
@@ -88,9 +90,9 @@ def _memory(given: Mapping[str, Any]) -> str:
 
 
 def _pruned(rows: list[Any]) -> Iterator[tuple[str, str]]:
-    given = [row for row in rows if isinstance(row, Mapping)]
+    given = list(each(row for row in rows if isinstance(row, Mapping)))
     counts = Counter(str(row.get("by")) for row in given)
-    yield "candidates", f"{len(given):,} pairs of a mesh and a number of microbatches"
+    yield "candidates", f"{len(given):,}: meshes, numbers of microbatches, pipelines"
     for by in sorted(counts, key=lambda by: (list(BY).index(by) if by in BY else len(BY), by)):
         bounds = [row["bound"] for row in given if row.get("by") == by and isinstance(row.get("bound"), (int, float))]
         closest = (

@@ -5,12 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.explain.fold import fold
+from autopar.explain.memory import OWNERS
 from autopar.explain.page import Row, Section
-from autopar.explain.quantities import bytes_text, count_text, seconds_text, several
-from autopar.plan import Plan
+from autopar.explain.quantities import bytes_text, count_text, percent, seconds_text, several
+from autopar.plan import Plan, StageFigures
 from autopar.solver.simulate.actions import in_order
 
-COLUMNS = ("stage", "ranks", "modules", "parameters", "forward", "backward", "in flight", "sends", "peak of a rank")
+COLUMNS = (
+    "stage",
+    "ranks",
+    "modules",
+    "parameters",
+    "forward",
+    "backward",
+    "idle",
+    "in flight",
+    "sends",
+    "peak of a rank",
+    "most of it",
+)
+NAMED = 2  # owners of a peak
 DRAWN = (8, 16)  # most ranks of a pipeline and microbatches of a schedule that is drawn
 SLOTS = {"F": 1, "B": 2, "I": 1, "W": 1}  # how long an action is drawn
 NAMES = "abcdefghijklmnop"
@@ -27,7 +41,10 @@ def stages(plan: Plan) -> Section:
     seconds = [f.forward_s + f.backward_s for f in found]
     mean = sum(seconds) / len(seconds)
     uneven = f"; the longest takes {max(seconds) / mean:.2f} times the mean" if mean else ""
-    note = f"Seconds and what is sent are of a microbatch{uneven}. Sends: bytes on to other stages."
+    note = (
+        f"Seconds and what is sent are of a microbatch{uneven}. Idle: of the step, in which the stage's rank computes "
+        "nothing. Sends: bytes on to other stages."
+    )
     return Section("Stages of the pipeline", rows, COLUMNS, note)
 
 
@@ -44,10 +61,25 @@ def _row(plan: Plan, s: int) -> Row:
         count_text(f.parameters),
         seconds_text(f.forward_s),
         seconds_text(f.backward_s),
+        _idle(plan, s),
         several(f.in_flight, "microbatch"),
         bytes_text(f.sent) if stage.last < len(plan.units) else "",
         bytes_text(f.peak_bytes),
+        _owners(f),
     )
+
+
+def _owners(f: StageFigures) -> str:
+    """The owners of most of a rank's peak: ``saved activations 12.1 GiB, parameters 3.0 GiB``."""
+    most = sorted(f.owners.items(), key=lambda owner: -owner[1])[:NAMED]
+    return ", ".join(f"{OWNERS[f'peak_{owner}_bytes'][0]} {bytes_text(n)}" for owner, n in most)
+
+
+def _idle(plan: Plan, s: int) -> str:
+    """The share of the step in which the rank of a stage runs no forward and no backward of any of its stages."""
+    step, found = plan.predicted.step_time_s or 0.0, plan.predicted.stages
+    busy = plan.microbatches * sum(f.forward_s + f.backward_s for f in found[s % plan.pp :: plan.pp])
+    return percent(max(0.0, step - busy), step)
 
 
 def modules(plan: Plan, stage: int) -> str:

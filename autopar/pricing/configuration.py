@@ -64,12 +64,14 @@ class PricedRow:
 def price_row(row: Row, cluster: Cluster | None = None) -> PricedRow:
     """Price a row, on its own cluster unless another is given. Raises AutoparError where an input that is needed is
     unknown."""
+    return price_layout(row, layout_of(row), cluster)
+
+
+def price_layout(row: Row, layout: Layout, cluster: Cluster | None = None) -> PricedRow:
+    """The same with another layout than the row's own."""
     cluster = cluster or cluster_of(row)
-    how = recipe_of(row)
-    layout = layout_of(row)
-    priced = priced_units(row, layout, how, cluster)
-    timeline = run(step_of(layout, priced))
-    return summary(timeline, cluster, row.mem_kind)
+    priced = priced_units(replace(row, mbs=layout.rows), layout, recipe_of(row), cluster)
+    return summary(run(step_of(layout, priced)), cluster, row.mem_kind)
 
 
 def summary(timeline: Timeline, cluster: Cluster, mem_kind: str = "") -> PricedRow:

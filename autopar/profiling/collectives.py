@@ -13,6 +13,7 @@ from autopar.profiling.clock import seconds
 from autopar.runtime.collectives import launch, wait
 
 CALLS = 8
+SLOW = 1.0  # seconds of a call beyond which larger messages are left out
 Points = list[tuple[float, float]]
 
 
@@ -30,22 +31,63 @@ def groups(world: int) -> list[int]:
     return [*found, world] if world > 1 else []
 
 
-def collectives(device: torch.device, messages: Sequence[int]) -> dict[int, dict[str, Points]]:
-    """Points of [bytes, seconds] by group size and kind, with all groups of that size busy at once. Collective; bytes
-    count as in `autopar.solver.cost.collective`."""
+def rows(world: int, local: int) -> dict[str, dict[int, list[list[int]]]]:
+    """Groups of ranks that are busy at once, by tier and by their size: ``local`` ranks stand in a host, and tier
+    "network" has one rank of each host, or all ranks.
+
+    >>> rows(4, 2)["network"]
+    {2: [[0, 2], [1, 3]], 4: [[0, 1, 2, 3]]}
+    >>> rows(4, 4)
+    {'host': {2: [[0, 1], [2, 3]], 4: [[0, 1, 2, 3]]}}
+    """
+    found = {"host": {n: [list(range(i, i + n)) for i in range(0, world, n)] for n in groups(local)}}
+    if local < world:
+        across = {
+            n: [
+                [first + place + local * h for h in range(n)]
+                for first in range(0, world, local * n)
+                for place in range(local)
+            ]
+            for n in groups(world // local)
+        }
+        found["network"] = across | {world: [list(range(world))]}
+    return {tier: sizes for tier, sizes in found.items() if sizes}
+
+
+def collectives(device: torch.device, messages: Sequence[int], local: int) -> dict[str, dict[int, dict[str, Points]]]:
+    """Points of [bytes, seconds] by tier, group size and kind, with all groups of that size busy at once. Collective;
+    bytes count as in `autopar.solver.cost.collective`. ``local``: ranks of a host."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    found: dict[int, dict[str, Points]] = {}
-    for size in groups(world):
-        rows = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-        name = rows[rank // size].group_name
-        found[size] = {kind: [] for kind in KINDS}
-        for nbytes in messages:
-            whole = torch.zeros(max(size, nbytes // 4 // size * size), device=device)
-            for kind in KINDS:
-                dist.barrier()
-                took = seconds(lambda: _run(kind, whole, name, size, rank % size), device, CALLS)  # noqa: B023
-                found[size][kind].append((float(whole.nbytes), took))
+    found: dict[str, dict[int, dict[str, Points]]] = {}
+    for tier, sizes in rows(world, local).items():
+        found[tier] = {}
+        for size, every in sizes.items():
+            made = {tuple(ranks): dist.new_group(ranks) for ranks in every}
+            own = next(ranks for ranks in every if rank in ranks)
+            name, place = made[tuple(own)].group_name, own.index(rank)
+            found[tier][size] = {kind: _points(kind, device, messages, name, size, place) for kind in KINDS}
     return found
+
+
+def _points(kind: str, device: torch.device, messages: Sequence[int], group: str, size: int, place: int) -> Points:
+    """Of one kind; messages that would take long are left out, and a straight line goes on from the last."""
+    found: Points = []
+    for nbytes in messages:
+        whole = torch.zeros(max(size, nbytes // 4 // size * size), device=device)
+        slow = bool(found) and _agreed(found[-1][1]) * whole.nbytes / found[-1][0] > SLOW
+        if slow and len(found) > 2:
+            break
+        dist.barrier()
+        took = seconds(lambda: _run(kind, whole, group, size, place), device, CALLS)  # noqa: B023
+        found.append((float(whole.nbytes), took))
+    return found
+
+
+def _agreed(took: float) -> float:
+    """The same on every rank, which must all go on or stop."""
+    longest = torch.tensor(took)
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    return float(longest)
 
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")

@@ -25,20 +25,18 @@ NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 Json = dict[str, Any]
 
 
-def measure(rank: int, name: str = "profiled", sizes: Sizes | None = None) -> Json | None:
+def measure(rank: int, name: str = "profiled", sizes: Sizes | None = None, chip: Json | None = None) -> Json | None:
     """What `autopar.cluster.from_json` reads, on rank 0; None elsewhere. Collective: all ranks are busy at once, and a
-    figure is the mean over them."""
+    figure is the mean over them. ``chip``: what an earlier profile of these devices says of them; then only links are
+    measured."""
     cuda = torch.cuda.is_available() and dist.get_backend() == "nccl"
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-    sizes = sizes or (CUDA if cuda else CPU)
-    found: Json = {"kernels": _mean(dict(kernels.by_bytes(device, sizes.nbytes)))}
-    found["matmul"] = {d: _mean(kernels.matmuls(device, t, sizes.matmul)) for t, d in _dtypes(device).items()}
-    found["attention"] = _mean(
-        [[list(key), points] for *key, points in kernels.attentions(device, torch.float32, sizes)]
-    )
-    found["launch"] = _mean(kernels.launch(device))
-    found["links"] = _mean(collectives(device, sizes.messages)) if dist.get_world_size() > 1 else {}
-    return json.loads(json.dumps(_cluster(name, device, sizes.matmul, found, _source(device)))) if rank == 0 else None
+    sizes, said = sizes or (CUDA if cuda else CPU), _source(device)
+    chip = chip or _chip(device, sizes, said)
+    links = _mean(collectives(device, sizes.messages, _local())) if dist.get_world_size() > 1 else {}
+    shape = {"nodes": _nodes(), "ranks_per_node": dist.get_world_size() // _nodes()}
+    found = {"schema": 2, "name": name, **shape, "chip": chip, "tiers": _tiers(links, said)}
+    return json.loads(json.dumps(found)) if rank == 0 else None
 
 
 def _dtypes(device: torch.device) -> dict[torch.dtype, str]:
@@ -81,67 +79,64 @@ def _cpu() -> str:
         return platform.machine()
 
 
-def _cluster(name: str, device: torch.device, sizes: Sequence[int], found: Json, said: Callable[[str], str]) -> Json:
-    copy = found["kernels"]["aten.clone"]
+def _chip(device: torch.device, sizes: Sizes, said: Callable[[str], str]) -> Json:
+    moved = _mean(dict(kernels.by_bytes(device, sizes.nbytes)))
+    rates = {d: _mean(kernels.matmuls(device, t, sizes.matmul)) for t, d in _dtypes(device).items()}
+    attended = _mean([[list(key), points] for *key, points in kernels.attentions(device, torch.float32, sizes)])
+    copy, shape = moved["aten.clone"], list(sizes.matmul)
     fastest = max(b / s for b, s in copy[len(copy) // 3 :])  # the smallest never leave the cache
-    best = {d: max(rates) for d, rates in found["matmul"].items()}
     return {
-        "schema": 2,
-        "name": name,
-        "nodes": _nodes(),
-        "ranks_per_node": dist.get_world_size() // _nodes(),
-        "chip": {
-            "kind": device.type,
-            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else f"one rank of {_cpu()}",
-            "memory": _figure(_memory(device), said("memory of the device, or the host's over its ranks")),
-            "memory_bandwidth": _figure(fastest, said("copy, bytes read and written")),
-            "flops": {d: _figure(rate, said("the fastest matmul of those below")) for d, rate in best.items()},
-            "efficiency": {
-                "matmul": _figure(1.0, said("the FLOP/s above are those of a matmul")),
-                "memory": _figure(1.0, said("the bandwidth above is that of a copy")),
-            },
-            "launch": _figure(found["launch"], said("multiplication of 8 numbers, forward and backward with autograd")),
-            "matmul": {
-                d: {"batch": [1], "m": list(sizes), "n": list(sizes), "k": list(sizes), "points": rates,
-                    "source": said("mean of a linear's three products")}
-                for d, rates in found["matmul"].items()
-            },
-            "attention": [
-                {"kernel": KERNEL, "head": head, "causal": causal, "backward": backward, "points": points,
-                 "source": said("scaled_dot_product_attention")}
-                for (head, causal, backward), points in found["attention"]
-            ],
-            "copy": {"points": copy, "source": said("clone into new memory")},
-            "kernels": {op: {"points": points, "source": said("")} for op, points in found["kernels"].items()},
+        "kind": device.type,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else f"one rank of {_cpu()}",
+        "memory": _figure(_memory(device), said("memory of the device, or the host's over its ranks")),
+        "memory_bandwidth": _figure(fastest, said("copy, bytes read and written")),
+        "flops": {d: _figure(max(rate), said("the fastest matmul of those below")) for d, rate in rates.items()},
+        "efficiency": {
+            "matmul": _figure(1.0, said("the FLOP/s above are those of a matmul")),
+            "memory": _figure(1.0, said("the bandwidth above is that of a copy")),
         },
-        "tiers": [_tier(found["links"], said)],
+        "launch": _figure(
+            _mean(kernels.launch(device)), said("multiplication of 8 numbers, forward and backward with autograd")
+        ),
+        "matmul": {
+            d: {"batch": [1], "m": shape, "n": shape, "k": shape, "points": rate,
+                "source": said("mean of a linear's three products")}
+            for d, rate in rates.items()
+        },
+        "attention": [
+            {"kernel": KERNEL, "head": head, "causal": causal, "backward": backward, "points": points,
+             "source": said("scaled_dot_product_attention")}
+            for (head, causal, backward), points in attended
+        ],
+        "copy": {"points": copy, "source": said("clone into new memory")},
+        "kernels": {op: {"points": points, "source": said("")} for op, points in moved.items()},
     }  # fmt: skip
 
 
-def _tier(links: Json, said: Callable[[str], str]) -> Json:
-    """One tier, which reaches all ranks; the shipped figures where one rank ran alone."""
+def _tiers(links: Json, said: Callable[[str], str]) -> list[Json]:
+    """Fastest first, the last of which reaches all ranks; the shipped figures where one rank ran alone."""
     if not links:
         shipped = read_file(FOLDER / "local.json", who="cluster")
         assert isinstance(shipped, dict)
-        return dict(shipped["tiers"][0])
-    last = max(links)
+        return [dict(shipped["tiers"][0])]
+    last = list(links)[-1]
+    return [{"name": tier, "spans": None if tier == last else _local(), **_tier(links[tier], said)} for tier in links]
+
+
+def _tier(sizes: Json, said: Callable[[str], str]) -> Json:
+    last = max(sizes)
     made = {}
-    for kind in links[last]:
-        nbytes, took = links[last][kind][-1]
+    for kind in sizes[last]:
+        nbytes, took = sizes[last][kind][-1]
         made[kind] = {
             "bandwidth": _figure(
                 share(kind, last) * nbytes / took, said(f"{kind} of {nbytes:.0f} bytes, bus bandwidth")
             ),
-            "latency": _figure(links[last][kind][0][1], said(f"{kind} of {links[last][kind][0][0]:.0f} bytes")),
-            "curves": {str(n): {"points": _rising(kinds[kind]), "source": said(kind)} for n, kinds in links.items()},
+            "latency": _figure(sizes[last][kind][0][1], said(f"{kind} of {sizes[last][kind][0][0]:.0f} bytes")),
+            "curves": {str(n): {"points": _rising(kinds[kind]), "source": said(kind)} for n, kinds in sizes.items()},
         }
     wire = max(found["bandwidth"]["value"] for found in made.values())
-    return {
-        "name": "all ranks",
-        "spans": None,
-        "bandwidth": _figure(wire, said("the fastest collective")),
-        "collectives": made,
-    }
+    return {"bandwidth": _figure(wire, said("the fastest collective")), "collectives": made}
 
 
 def _rising(points: Sequence[Sequence[float]]) -> list[list[float]]:
@@ -157,8 +152,13 @@ def _figure(value: float, source: str) -> Json:
     return {"value": value, "source": source}
 
 
+def _local() -> int:
+    """Ranks of a host."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+
+
 def _nodes() -> int:
-    return max(1, dist.get_world_size() // int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size())))
+    return max(1, dist.get_world_size() // _local())
 
 
 def _memory(device: torch.device) -> int:

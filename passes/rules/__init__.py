@@ -2,6 +2,7 @@
 
 from autopar.passes.rules import (
     attention,
+    calls,
     construct,
     convolution,
     diagonals,
@@ -28,6 +29,7 @@ __all__ = [
     "Rule",
     "Special",
     "attention",
+    "calls",
     "construct",
     "convolution",
     "diagonals",

@@ -9,11 +9,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import fx
+
+from autopar.errors import AutoparError
+from autopar.passes.facts import operand_nodes
 
 if TYPE_CHECKING:
     from autopar.passes.emit import Emitter
@@ -28,6 +35,7 @@ class Dim:
     parts: tuple[int, ...] = ()
 
 
+GROUP = "autopar.rules"  # of entry points
 Dims = tuple[Dim, ...]
 Word = str | int | tuple[int, tuple[int, ...]]  # what a special does with a tensor
 
@@ -79,7 +87,9 @@ class Rule:
     of operand indices in which the op is jointly, homogeneously linear. A factor that is in no result may be split only
     if the results are the plain sum of the pieces' results: else list it in ``whole``. ``positions``: factors along
     which the result hangs on where it stands: never cut over time, lowered by what `placed` registers. ``why``: what
-    keeps work that one would expect to be divided whole.
+    keeps work that one would expect to be divided whole. ``scaled``: numbers among the arguments (their places, args
+    and kwargs flattened) that a rank has in proportion to its share of these factors. ``addends``: whether gradients of
+    the results may come as addends; not where a backward clips them, say.
     """
 
     operands: tuple[Dims, ...]
@@ -91,6 +101,8 @@ class Rule:
     specials: tuple[Special, ...] = ()
     positions: frozenset[str] = frozenset()
     why: str = ""
+    scaled: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    addends: bool = True
 
     def factors(self) -> tuple[str, ...]:
         """The factors that may be split, in order of appearance."""
@@ -109,21 +121,58 @@ strategy on it), ``args``/``kwargs`` are its own with operands already replaced 
 Place = Callable[["Emitter", fx.Node], fx.Node]
 """Emits a node that is cut along a factor of its rule's ``positions``: what the op makes where this rank stands."""
 
-RULES: dict[Any, Callable[[fx.Node], Rule | None]] = {}
+FindRule = Callable[[fx.Node], Rule | None]
+
+RULES: dict[Any, FindRule] = {}
+USERS: dict[Any, FindRule] = {}  # registered outside of autopar
 LOCALIZE: dict[Any, Localize] = {}
 PLACES: dict[Any, Place] = {}
 
 
-def factors(*targets: Any) -> Callable[[Callable[[fx.Node], Rule | None]], Callable[[fx.Node], Rule | None]]:
-    """Register a rule for ops: a function of the node that returns its `Rule`, or None where this call has none."""
+def factors(*targets: Any) -> Callable[[FindRule], FindRule]:
+    """Register a rule for ops: a function of the node that returns its `Rule`, or None where this call has none.
 
-    def register(rule: Callable[[fx.Node], Rule | None]) -> Callable[[fx.Node], Rule | None]:
-        for target in targets:
-            assert target not in RULES, f"second rule for {target}"
-            RULES[target] = rule
+    ``targets``: ops of ``torch.ops``, or what ``torch.library.custom_op`` returns. A rule that is registered outside of
+    autopar goes before one of autopar's and before probing. It must be right: nothing checks it but ``autopar verify``.
+    A package brings rules along by an entry point of the group ``autopar.rules`` that names the module with them.
+
+    Raises AutoparError for what is no op, or has such a rule already.
+
+    Example:
+        >>> import torch, autopar
+        >>> @torch.library.custom_op("shop::scale_rows", mutates_args=())
+        ... def scale_rows(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ...     return x * w
+        >>> @autopar.factors(scale_rows)
+        ... def rows_and_columns(node):
+        ...     return autopar.Rule(
+        ...         operands=(autopar.dims("rows columns"), autopar.dims("columns")),
+        ...         results=(autopar.dims("rows columns"),),
+        ...     )
+    """
+
+    def register(rule: FindRule) -> FindRule:
+        own = rule.__module__.startswith("autopar.")
+        table = RULES if own else USERS
+        for target in (op for given in targets for op in _ops(given)):
+            if target in table:
+                raise AutoparError(f"rule {_named(rule)}: {target} has the rule {_named(table[target])} already.")
+            table[target] = rule
         return rule
 
     return register
+
+
+def _ops(given: Any) -> list[Any]:
+    """The op itself, all forms of one, or what a custom op was registered as."""
+    given = getattr(given, "_opoverload", given)
+    if isinstance(given, torch._ops.OpOverloadPacket):
+        return [getattr(given, name or "default") for name in given._overload_names]
+    if not isinstance(given, torch._ops.OpOverload):
+        raise AutoparError(
+            f"autopar.factors: {given!r} is no op. Give one of torch.ops, or what torch.library.custom_op returns."
+        )
+    return [given]
 
 
 def localizes(*targets: Any) -> Callable[[Localize], Localize]:
@@ -151,6 +200,75 @@ def placed(*targets: Any) -> Callable[[Place], Place]:
 
 
 def rule_of(node: fx.Node) -> Rule | None:
-    """The rule of a call_function node, or None: such an op runs ``I`` (or ``R``)."""
+    """The rule of a call_function node, the user's before ours; None where it has none."""
+    _load_entry_points()
+    if node.target in USERS:
+        found = _users(node, USERS[node.target])
+        if found is not None:
+            return found
     find = RULES.get(node.target)
     return find(node) if find else None
+
+
+@cache
+def _load_entry_points() -> None:
+    """Import what installed packages name in the group ``autopar.rules``."""
+    for point in metadata.entry_points(group=GROUP):
+        try:
+            point.load()
+        except Exception as error:  # a package of anyone's may raise anything
+            raise AutoparError(
+                f"entry point {point.name} = {point.value} of {GROUP}: {type(error).__name__}: {error}. "
+                f"Mend or uninstall the package{f' {point.dist.name}' if point.dist else ''}."
+            ) from error
+
+
+def _users(node: fx.Node, find: FindRule) -> Rule | None:
+    """What a user's rule says of a node, checked against its shapes."""
+    try:
+        found = find(node)
+        wrong = None if found is None else _misfit(node, found)
+    except Exception as error:  # a rule of anyone's may raise anything
+        wrong = f"raises {type(error).__name__}: {error}"
+    if wrong is not None:
+        raise AutoparError(
+            f"rule {_named(find)} of {node.target}: {wrong}. Mend the rule, or return None for this call."
+        )
+    return found
+
+
+def _misfit(node: fx.Node, rule: Rule) -> str | None:
+    """What does not fit in a rule: the number of tensors or dims, or dims of one factor that are not equally long."""
+    if not isinstance(rule, Rule):
+        return f"returns a {type(rule).__name__} instead of a Rule"
+    val = node.meta["val"]
+    outs = [v if isinstance(v, torch.Tensor) else None for v in (val if isinstance(val, (tuple, list)) else (val,))]
+    slots = [("operand", rule.operands, [n.meta["val"] for n in operand_nodes(node)]), ("result", rule.results, outs)]
+    lengths: dict[str, tuple[int, str]] = {f: (n, "sizes") for f, n in rule.sizes.items()}
+    for kind, named, tensors in slots:
+        if len(named) != len(tensors):
+            return f"names {len(named)} {kind}s, the op has {len(tensors)}"
+        for i, (dims, tensor) in enumerate(zip(named, tensors, strict=True)):
+            if (dims is None) != (tensor is None):
+                return f"{kind} {i} is {'a' if dims is None else 'no'} tensor"
+            if dims is None:
+                continue
+            if len(dims) != tensor.ndim:
+                return f"names {len(dims)} dims of {kind} {i}, which has {tensor.ndim}"
+            for d, (dim, length) in enumerate(zip(dims, tensor.shape, strict=True)):
+                where = f"dim {d} of {kind} {i}"
+                if dim.parts and sum(dim.parts) != length:
+                    return f"{where} is {length} long, its parts are {dim.parts}"
+                if len(dim.factors) > 1 and math.prod(rule.sizes.get(f, 0) for f in dim.factors) != length:
+                    return f"{where} is {length} long, which is not the product of its factors' sizes"
+                if len(dim.factors) == 1 and not dim.parts:
+                    known = lengths.setdefault(dim.factors[0], (length, where))
+                    if known[0] != length:
+                        return f"factor {dim.factors[0]} is {length} long in {where} and {known[0]} in {known[1]}"
+    lone = {dim.factors for _, named, _ in slots for dims in named for dim in dims or ()}
+    unknown = {f for names in rule.scaled.values() for f in names if (f,) not in lone}
+    return f"scales a number by {', '.join(sorted(unknown))}, which is no dim by itself" if unknown else None
+
+
+def _named(find: FindRule) -> str:
+    return f"{find.__module__}.{getattr(find, '__qualname__', find)}"

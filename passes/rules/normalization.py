@@ -36,6 +36,14 @@ def layer_norm_with_statistics(node: fx.Node) -> Rule:
     return call.rule([dims] * len(call.results()), {"input": dims})
 
 
+@factors(aten._weight_norm_interface.default)
+def weight_norm(node: fx.Node) -> Rule:
+    """``v[. d .], g[1 d 1] -> w[. d .], norms[1 d 1]``: each slice of a weight is scaled to a length of its own."""
+    call = read(node)
+    own = [tuple(Dim(("d",)) if i == call["dim"] else NEVER for i in range(len(call.shape(n)))) for n in ("v", "g")]
+    return call.rule(own, {"v": own[0], "g": own[1]})
+
+
 def _leading(call: Call) -> tuple[Dim, ...]:
     shape = call.shape("input")
     normalised = len(call["normalized_shape"])

@@ -45,7 +45,7 @@ class Line:
 @dataclass(frozen=True)
 class Lane:
     """One tier in plain numbers. ``wire``: bytes/s of one rank. By collective: ``bandwidth`` (bus bandwidth of full
-    groups), ``latency``, ``curves`` (seconds by bytes, by ranks)."""
+    groups), ``latency``, ``curves`` (seconds by bytes, by ranks; they count before lines and wires)."""
 
     name: str
     spans: int | None
@@ -97,8 +97,9 @@ class Network:
         if size <= 1:
             return (nbytes * 0.0)[()]
         group, moved = self.group(kind, size, stride), nbytes * concurrent
-        if group.nodes == 1:
-            found = self._inside(kind, moved, size)
+        lane = group.crossed[-1]
+        if group.nodes == 1 or kind in lane.curves:
+            found = self._measured(kind, moved, size, lane)
         elif kind in DIRECT:
             found = self._direct(kind, moved, group)
         else:
@@ -108,10 +109,10 @@ class Network:
     def line(self, kind: str, size: int, stride: int) -> tuple[float, float]:
         """(seconds of the smallest message, bus bandwidth in bytes/s at large sizes): `seconds` as a straight line."""
         group = self.group(kind, size, stride)
-        if group.nodes > 1:
-            return self._latency(kind, group), self._bandwidth(kind, group)
-        lane, curves = self.lanes[0], self.lanes[0].curves.get(kind)
+        lane, curves = group.crossed[-1], group.crossed[-1].curves.get(kind)
         if not curves:
+            if group.nodes > 1:
+                return self._latency(kind, group), self._bandwidth(kind, group)
             return lane.latency[kind], lane.bandwidth[kind]
         ranks = sorted(curves)
         near = min(ranks, key=lambda n: abs(math.log(n / max(size, 1))))
@@ -162,9 +163,8 @@ class Network:
         least = min(x.latency(kind, 2 * node, 2) for x in self._lines(kind))
         return max(0.0, group.crossed[-1].latency[kind] - least)
 
-    def _inside(self, kind: str, nbytes: Any, size: int) -> Any:
-        """Inside the innermost tier: the measured curves; between two numbers of ranks, linear in their logarithm."""
-        lane = self.lanes[0]
+    def _measured(self, kind: str, nbytes: Any, size: int, lane: Lane) -> Any:
+        """The measured curves of a tier; between two numbers of ranks, linear in their logarithm."""
         curves = lane.curves.get(kind, {})
         if not curves:
             return lane.latency[kind] + share(kind, size) * nbytes / lane.bandwidth[kind]

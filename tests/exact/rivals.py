@@ -23,7 +23,7 @@ from autopar.pins import Pins, microbatch_rows, resolve
 from autopar.plan import Op, Plan, choice_to_text
 from autopar.predict import predict
 from autopar.verify import Subject
-from autopar.wires import wire_of
+from autopar.wires import with_wires
 from autopar.write_plan import ops_of, plan_of, strides_of
 
 COUNTS = (1, 1, 2, 3, 4)  # microbatches of plans drawn at random
@@ -110,8 +110,8 @@ def _mesh(sizes: Sequence[int], count: int, batch: int, cluster: Cluster) -> Mes
     axes = [Axis(name, size) for name, size in zip("ab", sizes, strict=False)]
     if count > 1:
         axes.append(Axis("time", count, microbatch_rows(batch, 1, count)))
-    pairs = zip(axes, strides_of(Mesh(tuple(axes))), strict=True)
-    return Mesh(tuple(a if a.is_time else replace(a, wire=wire_of(cluster, a.size, stride)) for a, stride in pairs))
+    mesh = Mesh(tuple(axes))
+    return with_wires(mesh, strides_of(mesh), cluster)
 
 
 def _order(mesh: Mesh) -> tuple[int, ...]:

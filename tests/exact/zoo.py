@@ -105,6 +105,17 @@ LANGUAGE: dict[str, tuple[str, str, dict[str, Any]]] = {
         {"vocab_size": VOCABULARY, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
          "max_position_embeddings": 64},
     ),
+    "longformer": (
+        "Longformer",
+        "ForMaskedLM",
+        {**WIDTHS, "vocab_size": VOCABULARY, "max_position_embeddings": 64, "attention_window": 8},
+    ),
+    "switch_transformers": (
+        "SwitchTransformers",
+        "ForConditionalGeneration",
+        {**T5, "num_sparse_encoder_layers": 1, "num_decoder_layers": 2, "num_sparse_decoder_layers": 1,
+         "num_experts": 4},
+    ),
     "t5": ("T5", "ForConditionalGeneration", T5),
     "mt5": ("MT5", "ForConditionalGeneration", T5),
     "bart": (
@@ -260,6 +271,37 @@ def _llava() -> Built:
     return WithLoss(model), (), inputs  # the loss alone: its other outputs are a list with a tensor a row
 
 
+def _wav2vec2() -> Built:
+    settings = {
+        **WIDTHS, "vocab_size": 32, "conv_dim": (32, 32), "conv_stride": (5, 4), "conv_kernel": (10, 4),
+        "num_conv_pos_embeddings": 16, "num_conv_pos_embedding_groups": 4, "mask_time_prob": 0.0,
+        "mask_feature_prob": 0.0, "ctc_zero_infinity": True,
+    }  # fmt: skip
+    labels = torch.randint(1, 31, (ROWS, 6))
+    labels[1, 3:] = IGNORED
+    return (
+        _transformers("Wav2Vec2", "ForCTC", settings),
+        (),
+        {"input_values": torch.randn(ROWS, 1600), "labels": labels},
+    )
+
+
+def _detr() -> Built:
+    import transformers
+
+    backbone = transformers.ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 16, 32, 32], depths=[1] * 4, layer_type="basic", out_features=["stage4"]
+    )
+    sizes = {f"{side}_{what}": n for side in ("encoder", "decoder")
+             for what, n in (("layers", 1), ("ffn_dim", 64), ("attention_heads", 4))}  # fmt: skip
+    settings = {
+        **sizes, "use_timm_backbone": False, "use_pretrained_backbone": False, "backbone": None,
+        "backbone_config": backbone, "d_model": 32, "num_queries": 5, "num_labels": 4,
+    }  # fmt: skip
+    model = _transformers("Detr", "ForObjectDetection", settings)
+    return WithLoss(model), (), {"pixel_values": torch.randn(ROWS, 3, 64, 64)}  # its own loss calls scipy
+
+
 def _classifier(model: nn.Module, side: int) -> Built:
     return Classifier(model), (torch.randn(ROWS, 3, side, side), torch.randint(0, CLASSES, (ROWS,))), {}
 
@@ -305,6 +347,8 @@ MODELS: dict[str, Callable[[], Built]] = {
     **{name: lambda name=name: _images(name) for name in IMAGES},
     "siglip": _siglip,
     "llava": _llava,
+    "wav2vec2": _wav2vec2,
+    "detr": _detr,
     **{f"timm/{name}": lambda name=name: _timm(name) for name in TIMM},
     **{f"tv/{name}": lambda name=name: _torchvision(name) for name in TORCHVISION},
     "tv/vit": _torchvision_vit,

@@ -285,8 +285,9 @@ def test_formulas_are_those_that_price():
 
 
 def _staged(llama, **schedule):
+    owners = {"parameters": 2.0**30, "saved": 2.0**31, "inputs": 8.0}
     figures = [
-        StageFigures(0.01 * (s + 1), 0.02 * (s + 1), 2_000_000_000, 2 - s, 1 << 20, 1 << 20, 3.0 * 2**30)
+        StageFigures(0.01 * (s + 1), 0.02 * (s + 1), 2_000_000_000, 2 - s, 1 << 20, 1 << 20, 3.0 * 2**30, owners)
         for s in (0, 1)
     ]
     parts = {"compute_s": 6.0, "exposed_s": 0.5, "waits_s": 0.1, "send_s": 0.2, "bubble_s": 0.8, "optimizer_s": 0.004}
@@ -316,7 +317,17 @@ def test_stages_of_a_pipeline(llama):
         "64-127",
         "model.layers.{16-31}, lm_head",
     )
-    assert first[3:] == ("2e+09", "10.0 ms", "20.0 ms", "2 microbatches", "1.0 MiB", "3.0 GiB") and last[7] == ""
+    figures = (
+        "2e+09",
+        "10.0 ms",
+        "20.0 ms",
+        "99.2 %",
+        "2 microbatches",
+        "1.0 MiB",
+        "3.0 GiB",
+        "saved activations 2.0 GiB, parameters 1.0 GiB",
+    )
+    assert first[3:] == figures and last[8] == ""
     assert "the longest takes 1.33 times the mean" in found["Stages of the pipeline"].note
     assert found["Schedule"].rows == (("rank 0", "stage 0", "ab..AA.BB"), ("rank 1", "stage 1", ".aAAbBB.."))
     assert found["Time of a step"].rows[5][:3] == ("bubble", "800 ms", "10.5 %")

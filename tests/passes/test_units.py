@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.build import prepare
 from autopar.capture import capture
-from autopar.passes.units import Units, core_ops, cut_units
+from autopar.passes.units import LONGEST, Units, core_ops, cut_units
 
 
 def units_of(model: nn.Module, *args: Any) -> Units:
@@ -116,6 +116,105 @@ def test_a_tensor_that_all_layers_read_is_set_aside() -> None:
     assert len(units.first) <= 6
     memory = next(n for n in units.shared if sum(n in u.borders for u in units.units) > 12)
     assert memory.op == "call_function"
+
+
+class Cross(nn.Module):
+    """A block, and what it reads of an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.query, self.key = Block(8, 16), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, y: Tensor, memory: Tensor) -> Tensor:
+        y = self.own(y)
+        return y + torch.sigmoid(self.query(y)) * self.key(memory)
+
+
+class Expert(nn.Module):
+    """Two blocks, mixed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.first, self.second = nn.Linear(8, 2), Block(8, 16), Block(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = torch.softmax(self.router(x), 1).unbind(1)
+        return x + first[:, None] * self.first(x) + second[:, None] * self.second(x)
+
+
+class Mixed(nn.Module):
+    """One of several structures, ``depth`` deep."""
+
+    def __init__(self, what: str, depth: int) -> None:
+        super().__init__()
+        self.what, layers = what, range(depth)
+        if what == "encoder and decoder":
+            made: list[nn.Module] = [Block(8, 16) for _ in layers] + [Cross() for _ in layers]
+        elif what == "alternating widths":
+            made = [Block(8, 16 if i % 2 else 24) for i in layers]
+        elif what == "dense, then every other expert":
+            made = [Block(8, 16), Block(8, 16), *(Expert() if i % 2 else Block(8, 16) for i in layers)]
+        else:
+            made = [Block(8, 16) for _ in layers]
+        self.layers = nn.ModuleList(made)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = memory = torch.tanh(x)
+        near = torch.arange(8).float()
+        for i, layer in enumerate(self.layers):
+            if self.what == "alternating masks":
+                y = layer(y + (near if i % 2 else near.mul(2.0).cos()))
+            elif self.what == "rates of depth":
+                y = y + layer(y) / (1.0 - 0.1 * (i + 1) / len(self.layers))
+            elif isinstance(layer, Cross):
+                memory = y if i == len(self.layers) // 2 else memory
+                y = layer(y, memory)
+            else:
+                y = layer(y)
+        return y.square().mean()
+
+
+@pytest.mark.parametrize(
+    ("what", "classes"),
+    [
+        ("encoder and decoder", 4),
+        ("alternating widths", 4),
+        ("alternating masks", 3),
+        ("dense, then every other expert", 4),
+        ("rates of depth", 3),
+    ],
+)
+def test_classes_are_as_many_at_any_depth(what: str, classes: int) -> None:
+    shallow, deep = (units_of(Mixed(what, depth), torch.ones(4, 8)) for depth in (10, 14))
+    assert len(deep.units) >= len(shallow.units) + 4
+    assert len(shallow.first) == len(deep.first) == classes
+
+
+class UNet(nn.Module):
+    """``depth`` blocks down, as many up; each skips to the one opposite, or (``queue``) in the order they were made.
+    All read a condition."""
+
+    def __init__(self, depth: int, queue: bool) -> None:
+        super().__init__()
+        self.queue = queue
+        self.down = nn.ModuleList(Cross() for _ in range(depth))
+        self.up = nn.ModuleList(Cross() for _ in range(depth))
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        condition, skips = torch.tanh(condition), []
+        for block in self.down:
+            x = torch.tanh(block(x, condition))
+            skips.append(x)
+        for block in self.up:
+            x = block(x * torch.sigmoid(skips.pop(0 if self.queue else -1)), condition)
+        return x.square().mean()
+
+
+def test_skips_that_end_in_the_opposite_order_are_set_aside() -> None:
+    units = units_of(UNet(12, queue=False), torch.ones(4, 8), torch.ones(4, 8))
+    assert max(len(u.ops) for u in units.units) <= LONGEST and len(units.first) == 6
+    queued = units_of(UNet(12, queue=True), torch.ones(4, 8), torch.ones(4, 8))
+    assert max(len(u.ops) for u in queued.units) > LONGEST
 
 
 class Dense(nn.Module):

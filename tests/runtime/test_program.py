@@ -267,7 +267,7 @@ def counted_step(rank: int, mesh: Mesh, together: bool, options: dict[str, Any])
         made, tensors, _ = program_of(mesh, Net(frozen=options.get("frozen", ())), **options)
         sent = Sent(patch)
         with torch.no_grad():
-            weights = made._weights(made.stages[0], "FB", train=True)
+            weights = made._weights(made.stages[0], "FB")
             gathers, sent.names = sent.names, []
             for i, use in enumerate(made.local.parameters):
                 read = weights.read[i]

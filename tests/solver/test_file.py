@@ -85,7 +85,7 @@ def _header(path, change, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda h: h.update(version=1), "version 1 is not readable. Legal: 2; save anew."),
+        (lambda h: h.update(version=1), "version 1 is not readable. Legal: 3; save anew."),
         (lambda h: h.pop("version"), "is no saved search"),
         (lambda h: h.pop("records"), "is no saved search"),
         (lambda h: h["records"][0].pop("candidate"), "is no saved search"),

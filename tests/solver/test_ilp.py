@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from random_problems import Counted, random_problem
 
-from autopar.solver import ilp, master
+from autopar.solver import ilp, mixture
 from autopar.solver.problem import peak, seconds, totals
 
 
@@ -42,7 +42,7 @@ def test_only_allowed_states_are_taken() -> None:
         assert ilp.columns_of(problem, allowed) <= ilp.columns_of(problem)
 
 
-@pytest.mark.parametrize("module", [ilp, master])
+@pytest.mark.parametrize("module", [ilp, mixture])
 def test_rows_stand_in_the_order_of_the_docstring(module: object) -> None:
     listed = re.findall(r"^\d\. `(\w+)`", module.__doc__ or "", re.M)
     assert listed == [row.__name__ for row in module.ROWS]  # type: ignore[attr-defined]

@@ -26,6 +26,7 @@ from autopar.errors import AutoparError, NothingFits
 from autopar.pins import Pins
 from autopar.plan import Plan
 from autopar.predict import predict
+from autopar.solver.effort import Effort
 from autopar.solver.problem import AGAIN, COMPUTE, SAVED, TRANSIENT, Assignment, Problem, peak, totals
 from autopar.solver.solve import solve
 
@@ -199,7 +200,7 @@ def without(costs: np.ndarray, resource: int) -> np.ndarray:
 
 
 def planned(pins: dict[str, str], limit: float | None = None) -> Plan:
-    return solved(model().captured, cluster(limit), Pins.parse(pins), prepared=model(), target_gap=1e-9).plan
+    return solved(model().captured, cluster(limit), Pins.parse(pins), prepared=model(), effort=Effort(1e-9)).plan
 
 
 def test_loose_memory_makes_nothing_again_and_tight_memory_does() -> None:

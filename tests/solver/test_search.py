@@ -6,6 +6,7 @@ from math import inf
 
 import pytest
 
+from autopar.solver.effort import Effort, Progress
 from autopar.solver.meshes import meshes, microbatch_counts
 from autopar.solver.search import Candidate, Quick, search
 
@@ -135,12 +136,53 @@ def test_a_work_limit_leaves_candidates_open_and_the_gap_honest():
     assert short.bound <= full.bound and (short.best is None or short.gap >= full.gap)
 
 
-def test_the_clock_ends_a_search_and_it_says_so():
+@pytest.mark.parametrize("seed", range(10))
+def test_a_plan_known_elsewhere_is_to_be_beaten(seed):
+    truth, quick = toys(seed)
+    full = run(truth, quick)
+    if full.best is None:
+        return
+    same = run(truth, quick, known=full.best.seconds)
+    assert same.best is None and all(o.bound >= full.best.seconds for o in same.outcomes)
+    assert run(truth, quick, known=full.best.seconds * 1.01).best.seconds == full.best.seconds
+
+
+def test_a_best_plan_may_come_without_multipliers():
+    """Where what was known before bounds it by more than its own solve."""
+    best, others = Candidate(((2, 1),), 1), [Candidate(((3, 1),), m) for m in (1, 2, 4)]
+    truth = {best: Toy(1.0, 1.0, 1.0), **{c: Toy(2.0, 2.0, 1.0) for c in others}}
+    given = []
+    free = lambda toy, multipliers: (given.append(tuple(multipliers)) or toy.free, multipliers)
+    found = run(truth, dict.fromkeys(truth, Quick(1.0)) | {best: Quick(0.99)}, inner=0.1, free_bound=free, gap=-1.0)
+    assert found.best.candidate == best and found.best.multipliers is None and () in given
+
+
+def test_some_candidates_are_looked_at_first():
+    """Once a plan is known: of candidates with equal bounds, and of those with lower ones."""
+    truth = {Candidate(((n, 1),), 1): Toy(1.0, 1.0, 1.0) for n in (2, 3, 4, 5)}
+    order = []
+    pose = lambda candidate: order.append(candidate.mesh[0][0]) or truth[candidate]
+    quick = {c: Quick(0.1 * c.mesh[0][0]) for c in truth}
+    run(truth, quick, pose=pose, free_bound=None, lower_bound=None, first=lambda c: c.mesh[0][0] >= 4)
+    assert order == [2, 4, 5, 3]
+
+
+def test_the_clock_ends_a_search_with_a_plan_and_it_says_so():
     truth, quick = toys(3)
-    found = run(truth, quick, seconds_limit=-1.0)
-    assert not found.deterministic and found.best is None and found.work["posed"] == 0
-    assert found.bound == min(o.quick.seconds for o in found.outcomes if o.status == "open")
-    assert run(truth, quick, seconds_limit=1e6).deterministic
+    found, full = run(truth, quick, effort=Effort(time_limit=0.0).begun()), run(truth, quick)
+    assert not found.deterministic and found.best is not None and found.work["posed"] < full.work["posed"]
+    assert found.bound <= full.bound and found.gap == pytest.approx(1 - found.bound / found.best.seconds)
+    assert run(truth, quick, effort=Effort(time_limit=1e6).begun()).deterministic
+
+
+def test_who_watches_a_search_sees_it_close_in_and_may_end_it():
+    truth, quick = toys(3)
+    seen: list[Progress] = []
+    full = run(truth, quick, effort=Effort(watch=seen.append))
+    assert [p.waiting for p in seen] == sorted((p.waiting for p in seen), reverse=True) and seen[-1].waiting == 0
+    assert all(p.bound <= full.best.seconds <= p.seconds for p in seen) and seen[-1].gap == pytest.approx(full.gap)
+    ended = run(truth, quick, effort=Effort(watch=lambda progress: progress.seconds == inf))
+    assert not ended.deterministic and ended.best is not None and ended.work["posed"] < full.work["posed"]
 
 
 def test_alternatives_are_the_other_plans_fastest_first():

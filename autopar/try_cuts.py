@@ -1,0 +1,167 @@
+"""Whether an opaque call may be cut: the whole and its pieces are run on samples, and must agree, gradients included.
+
+What is found so is not proved. Where Python asks whether something holds of a tensor, a piece must have been seen to
+answer otherwise than the whole, or nothing is known of what the other way does. Where it reads numbers, or has tensors
+whose length depends on values, nobody sees what it decides by them, and nothing is cut.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.decisions import READS
+from autopar.runtime.opaque import Cut
+
+CLOSE = 1e-10  # of the largest value, in float64
+SPREADS = (1.0, 8.0, 0.05, 0.0)  # of float operands that are cut: usual, where functions saturate, near zero, zero
+SEED = 21
+
+Run = Callable[[Sequence[Tensor]], list[Tensor]]
+Site = tuple[str, int, bool]  # file, line, whether a number is read there, or a length
+DYNAMIC = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"}
+
+
+def may_cut(run: Run, cut: Cut, samples: Iterable[Sequence[Tensor]]) -> bool:
+    """Whether ``run`` on pieces is what it is on the whole, on every sample and variations of it."""
+    seen, crossed = set[Site](), set[Site]()
+    try:
+        with torch.random.fork_rng([]):
+            for sample in samples:
+                for operands in _variations(cut, sample):
+                    torch.manual_seed(SEED)
+                    if not _agrees(run, cut, operands, seen, crossed):
+                        return False
+    except Exception:  # what cannot be run in pieces is not cut
+        return False
+    return seen == crossed and not any(number for _, _, number in seen)
+
+
+def takes_addends(run: Run, operands: Sequence[Tensor]) -> bool:
+    """Whether backward is linear in the gradients of the results, as it is of what autograd differentiates."""
+    with torch.random.fork_rng([]):
+        torch.manual_seed(SEED)
+        results = run(operands)
+        for spread in (1e-3, 1.0, 1e3):
+            one, other = (_weights(results, spread) for _ in range(2))
+            both = [None if a is None or b is None else a + b for a, b in zip(one, other, strict=True)]
+            parts = [_gradients(run, operands, one), _gradients(run, operands, other)]
+            if not _same(_gradients(run, operands, both), parts, [None] * len(operands)):
+                return False
+    return True
+
+
+def _weights(results: Sequence[Tensor], spread: float) -> list[Tensor | None]:
+    return [torch.randn_like(r) * spread if r.is_floating_point() else None for r in results]
+
+
+def _variations(cut: Cut, operands: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    """Other scales, rows in another order, and all rows alike."""
+
+    def of_cut(change: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
+        return [t if d is None else change(t, d) for t, d in zip(operands, cut.operands, strict=True)]
+
+    for spread in SPREADS:
+        yield of_cut(lambda t, d, s=spread: t * s if t.is_floating_point() else t)  # type: ignore[misc]
+    yield of_cut(lambda t, d: t.flip(d))
+    yield of_cut(lambda t, d: t.narrow(d, 0, 1).expand_as(t).contiguous())
+
+
+def _agrees(run: Run, cut: Cut, operands: Sequence[Tensor], seen: set[Site], crossed: set[Site]) -> bool:
+    lengths = {t.shape[d] for t, d in zip(operands, cut.operands, strict=True) if d is not None}
+    shortest = min(lengths)
+    if shortest < 2 or any(n % shortest for n in lengths):
+        return False
+    with _Watch() as watch:
+        results = run(operands)
+    whole = watch.reads
+    weights = _weights(results, 1.0)
+    gradients = _gradients(run, operands, weights)
+    for first in {1, shortest // 2}:
+        shares = (first, shortest - first)
+        pieces = [_piece(operands, cut.operands, shortest, at, n) for at, n in zip((0, first), shares)]
+        given, grads = [], []
+        for piece, at, n in zip(pieces, (0, first), shares):
+            with _Watch() as watch:
+                given.append(run(piece))
+            seen |= watch.reads.keys()
+            seen |= whole.keys()
+            crossed |= {s for s in {*whole, *watch.reads} if whole.get(s) != watch.reads.get(s)}
+            lots = _piece(weights, cut.results, shortest, at, n)
+            grads.append(_gradients(run, piece, lots))
+        if not _same(results, given, cut.results) or not _same(gradients, grads, cut.operands):
+            return False
+    return True
+
+
+def _piece(tensors: Sequence[Any], dims: Sequence[int | None], parts: int, at: int, n: int) -> list[Any]:
+    """Of the tensors that are cut, parts ``at`` to ``at + n`` of ``parts``."""
+    made: list[Any] = []
+    for t, d in zip(tensors, dims, strict=True):
+        each = 0 if t is None or d is None else t.shape[d] // parts
+        made.append(t if t is None or d is None else t.narrow(d, at * each, n * each))
+    return made
+
+
+def _gradients(run: Run, operands: Sequence[Tensor], weights: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Of a fixed combination of the results, by operand; zeros where there is none."""
+    leaves = [t.detach().requires_grad_(t.is_floating_point()) for t in operands]
+    with torch.enable_grad():
+        results = run(leaves)
+        passed = [(r, w) for r, w in zip(results, weights, strict=True) if w is not None and r.requires_grad]
+        asked = [t for t in leaves if t.requires_grad]
+        found = iter(
+            torch.autograd.grad([r for r, _ in passed], asked, [w for _, w in passed], allow_unused=True)
+            if passed and asked
+            else [None] * len(asked)
+        )
+    made: list[Tensor | None] = []
+    for leaf in leaves:
+        grad = next(found) if leaf.requires_grad else None
+        made.append(torch.zeros_like(leaf) if grad is None and leaf.requires_grad else grad)
+    return made
+
+
+def _same(whole: Sequence[Any], pieces: Sequence[Sequence[Any]], dims: Sequence[int | None]) -> bool:
+    """Whether the tensors are those of the pieces, one after the other where a dim is given, else added up."""
+    for want, dim, *parts in zip(whole, dims, *pieces, strict=True):
+        if want is None:
+            continue
+        got = torch.cat(parts, dim) if dim is not None else torch.stack(parts).sum(0)
+        if got.shape != want.shape:
+            return False
+        wide = want.detach().double()
+        largest = float(wide.abs().nan_to_num().max()) if want.numel() else 0.0
+        if not torch.allclose(got.detach().double(), wide, rtol=0.0, atol=CLOSE * largest, equal_nan=True):
+            return False
+    return True
+
+
+class _Watch(TorchFunctionMode):
+    """Notes where values are read, and what was read there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reads: dict[Site, list[str]] = {}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "")
+        if name in READS or _is_dynamic(name, args):
+            frame = sys._getframe(1)
+            site = frame.f_code.co_filename, frame.f_lineno, not isinstance(result, bool)
+            self.reads.setdefault(site, []).append(str(result))
+        return result
+
+
+def _is_dynamic(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether the length of what a function gives depends on values."""
+    if name == "__getitem__":
+        return any(isinstance(t, Tensor) and t.dtype == torch.bool for t in tree_leaves(args[1]))
+    return name in DYNAMIC or (name == "where" and len(args) == 1)

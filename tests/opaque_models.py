@@ -1,0 +1,185 @@
+"""Models with functions and modules that capture cannot or must not see into, or that torch.export alone misreads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+ROWS = 8
+
+
+class Straight(torch.autograd.Function):
+    """Rounds; the gradient goes straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+class Reversed(torch.autograd.Function):
+    """The identity; the gradient is turned round and scaled."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return -ctx.scale * grad, None
+
+
+class Clipped(torch.autograd.Function):
+    """The identity; each element of the gradient is clipped."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clamp(-1e-3, 1e-3)
+
+
+class Functions(nn.Module):
+    """A weight and activations pass through functions with a backward of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mid, self.down = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h = Straight.apply(self.up(x) * 4)
+        h = Reversed.apply(nn.functional.linear(h, Straight.apply(self.mid.weight * 8) / 8).relu(), 0.5)
+        return (Clipped.apply(self.down(h)) - y).square().mean()
+
+
+class Branch(nn.Module):
+    """Which weight is used depends on the mean of all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) if x.mean() > 0 else self.other(x).tanh()
+
+
+class Quantile(nn.Module):
+    """Calls numpy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        import numpy
+
+        return self.fc(x.clamp(max=float(numpy.quantile(x.detach().numpy(), 0.9))))
+
+
+class Loop(nn.Module):
+    """Runs until its values are small, and counts its calls in a buffer that is read, too."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        while x.abs().max() > 1:
+            x = self.fc(x) * 0.5 / (1 + x.abs().max())
+        return x / self.calls.item()
+
+
+class Noisy(nn.Module):
+    """Drops elements, and asks for the mean of what is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.fc(x), 0.5)
+        return x * 2 if x.mean() > 0 else x
+
+
+class Masked(nn.Module):
+    """Asks whether any element is large, and does by rows what it does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = x > 2
+        if large.any():
+            x = x.masked_fill(large, 2.0)
+        return self.fc(x)
+
+
+class Finite(nn.Module):
+    """Asks whether all is finite, as public models do, and whether labels are legal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        if not torch.isfinite(x).all():
+            x = x.clamp(-100, 100)
+        return x
+
+
+class Windows(nn.Module):
+    """Reads overlapping windows of its rows with ``as_strided``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.fc(x.reshape(-1, 2, 8)).transpose(1, 2).contiguous()
+        return rows.as_strided((rows.shape[0], 3, 8), (16, 4, 1)).sum(1).repeat(1, 2)
+
+
+class Around(nn.Module):
+    """A module between two layers."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 16), inner, nn.Linear(16, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        if y.max() > 1e6:
+            raise ValueError("labels are too large")
+        return (self.last(self.inner(self.first(x) * 3)) - y).square().mean()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "functions": Functions,
+    "branch": lambda: Around(Branch()),
+    "numpy": lambda: Around(Quantile()),
+    "loop": lambda: Around(Loop()),
+    "noisy": lambda: Around(Noisy()),
+    "masked": lambda: Around(Masked()),
+    "finite": lambda: Around(Finite()),
+    "windows": lambda: Around(Windows()),
+}
+
+
+def make(name: str) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
+    """A model with its inputs, for `autopar.verify` too."""
+    torch.manual_seed(0)
+    return MODELS[name](), (torch.randn(ROWS, 8), torch.randn(ROWS, 4)), {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,21 +28,43 @@ def fullest(run: Callable[[], Any]) -> list[tuple[str, int]]:
         run()
     events = list(_events(profiler.profiler.kineto_results.experimental_event_tree(), False))  # type: ignore[union-attr]
     found: list[tuple[str, int]] = []
-    now, theirs = 0, set[int]()
+    blocks = _Blocks()
     for _, event, inside in sorted(events, key=lambda e: e[0]):
         if isinstance(event, str):
-            found.append((event, now))
+            found.append((event, blocks.nbytes))
             continue
-        if event.alloc_size > 0 and inside:
-            theirs.add(event.ptr)
-        if event.ptr in theirs:
-            if event.alloc_size < 0:
-                theirs.discard(event.ptr)
-            continue
-        now += event.alloc_size
+        if event.alloc_size > 0:
+            blocks.allocated(event.ptr, event.alloc_size, counts=not inside)
+        else:
+            blocks.freed(event.ptr, -event.alloc_size)
         if found:
-            found[-1] = found[-1][0], max(found[-1][1], now)
+            found[-1] = found[-1][0], max(found[-1][1], blocks.nbytes)
     return found
+
+
+class _Blocks:
+    """What is allocated. No event says what a thread of a backend frees; an allocation at the same place does."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.starts: list[int] = []
+        self.sizes: dict[int, tuple[int, int]] = {}  # by start: (bytes, those of them that count)
+
+    def allocated(self, start: int, size: int, counts: bool) -> None:
+        at = bisect_right(self.starts, start)
+        if at and self.starts[at - 1] + self.sizes[self.starts[at - 1]][0] > start:
+            at -= 1
+        while at < len(self.starts) and self.starts[at] < start + size:
+            self.freed(self.starts[at], 0)
+        self.starts.insert(at, start)
+        self.sizes[start] = size, size if counts else 0
+        self.nbytes += self.sizes[start][1]
+
+    def freed(self, start: int, size: int) -> None:
+        if start in self.sizes:
+            del self.starts[bisect_left(self.starts, start)]
+            _, size = self.sizes.pop(start)
+        self.nbytes -= size
 
 
 def _events(tree: Sequence[Any], inside: bool) -> Iterator[tuple[int, Any, bool]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, partial
+from statistics import median
 
 import pytest
 import torch
@@ -104,11 +105,14 @@ def test_the_peaks_of_a_pipeline_are_about_those_of_real_ranks(pool):
 def test_memory_does_not_grow(pool):
     model = partial(mlp.make, width=32)
     found = pool.run(growth, model)
-    assert all(max(live) - min(live) < 2**14 for live in found), found
+    assert all(max(live) - min(live) < 2**13 for live in found), found
 
 
 def growth(rank, model):
-    """Bytes alive after each of the last four fifties of 200 steps."""
+    """The usual peak of a step in each of the last three fifties of 200 steps.
+
+    A median: a thread of gloo may hold a tensor into the next step, but what leaks is there in every step.
+    """
     from allocations import fullest, mark
 
     module, args, _ = model()
@@ -117,17 +121,16 @@ def growth(rank, model):
 
     def run():
         for step in range(200):
-            if step % 50 == 0:
-                mark("fifty")
+            mark(str(step))
             parallel.step(*args)
             optimizer.step()
             optimizer.zero_grad()
-        mark("end")
 
     parallel.step(*args)
     optimizer.step()
     optimizer.zero_grad()
-    return [most for _, most in fullest(run)[1:-1]]
+    peaks = [most for _, most in fullest(run)]
+    return [median(peaks[at : at + 50]) for at in (50, 100, 150)]
 
 
 def test_a_forward_alone():

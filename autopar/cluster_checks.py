@@ -84,6 +84,8 @@ def _tiers(tiers: tuple[Tier, ...], where: str) -> None:
                 if not ranks.isdigit() or int(ranks) < 2:
                     path = f"$.tiers[{i}].collectives.{kind}.curves"
                     raise fail(where, path, f"{ranks!r} is not a number of ranks. Legal: 2 or more.")
+        if tier.overlap is not None:
+            _fraction(tier.overlap.value, where, f"$.tiers[{i}].overlap.value")
         if tier.oversubscription is not None and tier.oversubscription.value < 1:
             value = tier.oversubscription.value
             raise fail(where, f"$.tiers[{i}].oversubscription.value", f"{value:g} is not legal. Legal: 1 or more.")

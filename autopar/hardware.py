@@ -212,7 +212,8 @@ class Tier:
     """Links of one speed. ``spans``: ranks that reach each other over it (None: all). ``bandwidth``: what the wire
     gives one rank, bytes/s and direction (where ranks share a NIC, the share of each); ``collectives``: what is
     measured of it. ``oversubscription``: how much more its ranks can send than its switches carry; ``rail_only``:
-    only ranks of the same place in their nodes reach each other over it."""
+    only ranks of the same place in their nodes reach each other over it. ``overlap``: of the seconds of collectives
+    that compute need not wait for, the fraction that passes beside it; in the rest nothing is computed (None: 1)."""
 
     name: str
     spans: int | None
@@ -220,6 +221,7 @@ class Tier:
     collectives: Mapping[str, Link]
     oversubscription: Figure | None = None
     rail_only: bool = False
+    overlap: Figure | None = None
 
     @property
     def wire(self) -> float:

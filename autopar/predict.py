@@ -140,16 +140,18 @@ def _kernel_by_kernel(
     plan: Plan, local: Local, captured: Capture, cluster: Cluster, parts: Mapping[str, float]
 ) -> dict[str, float]:
     """The same seconds where every kernel is measured (`autopar profile`), in the order in which the program launches
-    them: nothing runs beside compute. ``live_bytes``: the most bytes of tensors alive at once."""
+    them; of what they move the same part is hidden. ``live_bytes``: the most bytes of tensors alive at once."""
     ran = dry_run(local, captured)
     prices = Prices(cluster, {a.name: AxisSpan(a.size, a.stride) for a in plan.axes if not a.is_time})
     (compute, moved), (updated, _) = prices.seconds(ran.launches), prices.seconds(ran.optimizer)
+    waited = parts["exposed_s"] + parts["hidden_s"]
+    exposed = parts["exposed_s"] / waited if waited else 1.0
     adamw = plan.optimizer == ADAMW  # which is what ran
     other = parts["optimizer_bytes"] - 2 * parts["gradients_bytes"]
     return {
         "compute_s": compute,
-        "exposed_s": moved,
-        "hidden_s": 0.0,
+        "exposed_s": moved * exposed,
+        "hidden_s": moved * (1 - exposed),
         "optimizer_s": updated if adamw else parts["optimizer_s"],
         "live_bytes": ran.peak + other,
     }

@@ -23,7 +23,7 @@ from autopar.passes.facts import fact, operand_nodes, value
 from autopar.passes.insert_changes import change, produced_layout
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Lowerable
-from autopar.passes.moves import held, terms
+from autopar.passes.moves import Moved, beside, held, terms
 from autopar.passes.price import local_bytes
 from autopar.plan import Plan
 from autopar.predict_ops import OpSeconds, op_seconds, places
@@ -137,19 +137,21 @@ class Pipeline:
             )
             gather, reduce = self._parameters(range(ops.start, ops.stop), self.ops(stage))
             name = self.plan.units[u].fqn or "model"
+            gathered, reduced = (1 / self.plan.microbatches if way == "step" else 1.0 for way in self.ways)
+            there = there / self.share + gathered * gather.exposed
+            back = back / self.share + (self.ways[0] == "use") * gather.exposed + reduced * reduce.exposed
             found.append(
                 UnitTimes(
-                    name, forward, inputs, weights, again, there / self.share, back / self.share, gather, reduce,
-                    comm="exposed",
+                    name, forward, inputs, weights, again, there, back, gather.hidden, reduce.hidden, comm="exposed"
                 )
-            )  # fmt: skip
+            )
         return found
 
-    def _parameters(self, unit: range, stage: range) -> tuple[float, float]:
-        """Seconds in which the parameters that a unit is the first of its stage to read are gathered, and their
-        gradients reduced, each time that this is simulated: one latency for all. What moves once a step among others
-        that move more often counts its part each time."""
-        latency, moving = [0.0, 0.0], [0.0, 0.0]
+    def _parameters(self, unit: range, stage: range) -> tuple[Moved, Moved]:
+        """The gather of the parameters that a unit is the first of its stage to read, and the reduction of their
+        gradients, each time that this is simulated: one latency for all. What moves once a step among others that move
+        more often counts its part each time."""
+        latency, moving = [Moved(), Moved()], [Moved(), Moved()]
         gathers, reduces = self.ways
         count = self.plan.microbatches
         for fqn, ops in self.readers.items():
@@ -165,9 +167,11 @@ class Pipeline:
                 nbytes = held(step, v, self.mesh)
                 fixed, per_byte = terms(step.row, step.axis, False, self.mesh)
                 both, per_byte_both = terms(step.row, step.axis, v.grad and parameter.trainable, self.mesh)
-                latency = [max(latency[0], there * fixed), max(latency[1], back * (both - fixed))]
-                moving[0] += there * nbytes * per_byte
-                moving[1] += back * nbytes * more * (per_byte_both - per_byte)
+                begins = (there * fixed, back * (both - fixed))
+                moves = (there * nbytes * per_byte, back * nbytes * more * (per_byte_both - per_byte))
+                for i in range(2):
+                    latency[i] = max(latency[i], beside(begins[i], step.axis, self.mesh), key=lambda m: m.seconds)
+                    moving[i] += beside(moves[i], step.axis, self.mesh)
         return latency[0] + moving[0], latency[1] + moving[1]
 
     @cached_property

@@ -21,7 +21,7 @@ from autopar.passes.facts import Strategy, Value, fact, operand_nodes, value
 from autopar.passes.insert_changes import change
 from autopar.passes.layout import Mesh
 from autopar.passes.lower import Local, ParameterUse
-from autopar.passes.moves import held, terms
+from autopar.passes.moves import Moved, beside, held, terms
 from autopar.passes.price import Prices, local_bytes, prices
 from autopar.passes.saves import Call, call_of
 from autopar.passes.strategy import strategy
@@ -88,46 +88,36 @@ def _gathered(node: fx.Node, plan: Plan, mesh: Mesh) -> int:
     return total
 
 
-@dataclass(frozen=True)
-class Moved:
-    """Seconds of a step's changes of layout: waited for, and beside compute."""
-
-    exposed: float = 0.0
-    hidden: float = 0.0
-
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(self.exposed + other.exposed, self.hidden + other.hidden)
-
-
 def moved_in(graph: fx.GraphModule, plan: Plan, mesh: Mesh, times: int, *, train: bool) -> Moved:
     """Changes of layout in a graph that runs ``times`` a step. Those of parameters, and of what depends on parameters
     alone, are hidden; backward makes them again, so that nothing of a gathered weight is kept."""
-    exposed = hidden = 0.0
+    found = Moved()
     weights = weights_of(graph, frozenset(plan.parameters))
     for node in graph.graph.nodes:
         if node.target is not change:
             continue
-        forward, backward = _both_ways(node.meta["change"], value(node), mesh, train=train)
+        step: Step = node.meta["change"]
+        forward, backward = _both_ways(step, value(node), mesh, train=train)
         if node in weights:
-            hidden += times * ((2 if train else 1) * forward + backward)
+            found += beside(times * ((2 if train else 1) * forward + backward), step.axis, mesh)
         else:
-            exposed += times * (forward + backward)
-    return Moved(exposed, hidden)
+            found += Moved(times * (forward + backward))
+    return found
 
 
 def moved_on_entry(local: Local, mesh: Mesh, times: int, *, train: bool) -> Moved:
     """Rest -> use of all parameters, and their gradients' way back: bytes by parameter, latencies by bucket."""
-    latency, moving = entry_seconds(local, mesh, times, train=train)
-    return Moved(0.0, latency + moving)
+    latency, moving = entry_moved(local, mesh, times, train=train)
+    return latency + moving
 
 
-def entry_seconds(local: Local, mesh: Mesh, times: int, *, train: bool) -> tuple[float, float]:
-    """The seconds of `moved_on_entry`: latencies, and what bytes take."""
-    latency = moving = 0.0
+def entry_moved(local: Local, mesh: Mesh, times: int, *, train: bool) -> tuple[Moved, Moved]:
+    """`moved_on_entry`: latencies, and what bytes take."""
+    latency = moving = Moved()
     for bucket, there, back in ways_of(local, units_of(local)).moves(times, train=train):
         ways = [_on_entry(local.parameters[i], local, mesh, there, back) for i in bucket.members]
-        latency += max(fixed for fixed, _ in ways)
-        moving += sum(bytes_s for _, bytes_s in ways)
+        latency += max((fixed for fixed, _ in ways), key=lambda m: m.seconds)
+        moving = sum((bytes_s for _, bytes_s in ways), moving)
     return latency, moving
 
 
@@ -142,17 +132,17 @@ def cast_seconds(local: Local, times: int, chip: Chip, *, train: bool) -> float:
     return seconds
 
 
-def _on_entry(use: ParameterUse, local: Local, mesh: Mesh, there: int, back: int) -> tuple[float, float]:
-    """Seconds of one parameter that goes so often from rest to use, and its gradient back: the latencies, and what its
-    bytes take."""
-    v, latency, moving = use.value, 0.0, 0.0
+def _on_entry(use: ParameterUse, local: Local, mesh: Mesh, there: int, back: int) -> tuple[Moved, Moved]:
+    """One parameter that goes so often from rest to use, and its gradient back: the latencies, and what its bytes
+    take."""
+    v, latency, moving = use.value, Moved(), Moved()
     more = v.reduced.dtype.itemsize / v.dtype.itemsize
     for step in path(use.rest, use.use, v, local.mesh) or ():
         nbytes = held(step, v, mesh)
         fixed, per_byte = terms(step.row, step.axis, False, mesh)
         fixed_both, per_byte_both = terms(step.row, step.axis, v.grad, mesh)
-        latency += there * fixed + back * (fixed_both - fixed)
-        moving += nbytes * (there * per_byte + back * more * (per_byte_both - per_byte))
+        latency += beside(there * fixed + back * (fixed_both - fixed), step.axis, mesh)
+        moving += beside(nbytes * (there * per_byte + back * more * (per_byte_both - per_byte)), step.axis, mesh)
     return latency, moving
 
 
@@ -184,7 +174,7 @@ __all__ = [
     "Priced",
     "Work",
     "cast_seconds",
-    "entry_seconds",
+    "entry_moved",
     "model_flops",
     "moved_in",
     "moved_on_entry",

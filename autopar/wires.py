@@ -25,7 +25,9 @@ def wire_of(cluster: Cluster, size: int, stride: int) -> Wire:
     for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
         latency, bandwidth = cluster.link(kind, size, stride)
         lines[kind] = (latency, share(kind, size) / bandwidth) if size > 1 else (0.0, 0.0)
-    return Wire(**lines, copy=COPIED / cluster.chip.memory_rate)
+    overlap = cluster.tier_of(size, stride).overlap
+    busy = 0.0 if overlap is None else 1.0 - overlap.value
+    return Wire(**lines, copy=COPIED / cluster.chip.memory_rate, busy=busy)
 
 
 def with_wires(mesh: Mesh, strides: Iterable[int], cluster: Cluster) -> Mesh:

@@ -36,12 +36,16 @@ NEUTRAL_LATENCY = 1000 * BYTE
 NEUTRAL_COPY = 1e-3 * BYTE
 
 
+WIRED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
 @dataclass(frozen=True)
 class Wire:
     """What moving bytes along one axis takes: of each collective (latency in s, s per byte).
 
     Bytes are counted as nccl-tests does: all_reduce and all_to_all what a rank holds, all_gather the result,
-    reduce_scatter the input. ``copy``: s per byte of a copy within a rank.
+    reduce_scatter the input. ``copy``: s per byte of a copy within a rank. ``busy``: of the time of a collective that
+    compute need not wait for, the fraction in which the device computes nothing all the same.
 
     >>> neutral(2).seconds("all_gather", 2e10)
     1.0000001
@@ -52,6 +56,7 @@ class Wire:
     reduce_scatter: tuple[float, float]
     all_to_all: tuple[float, float]
     copy: float
+    busy: float = 0.0
 
     def of(self, collective: str) -> tuple[float, float]:
         """(latency in s, s per byte) of a collective by name."""
@@ -62,6 +67,11 @@ class Wire:
         """How long the collective takes for ``nbytes``."""
         latency, per_byte = self.of(collective)
         return latency + per_byte * nbytes
+
+    def scaled(self, factor: float) -> Wire:
+        """A wire that takes so many times as long."""
+        lines = {kind: (factor * latency, factor * slope) for kind in WIRED for latency, slope in [self.of(kind)]}
+        return Wire(**lines, copy=factor * self.copy, busy=self.busy)
 
 
 @lru_cache(maxsize=1 << 10)
@@ -141,6 +151,13 @@ class Mesh:
             return own.wire
         known = next((a.wire for a in self.axes if a.wire is not None), None) if own.is_time else None
         return known or neutral(own.size)
+
+    @cached_property
+    def busy(self) -> Mesh | None:
+        """The same axes, with wires that take the seconds of `Wire.busy` alone; None where they would take none."""
+        if not any(a.wire is not None and a.wire.busy for a in self.axes):
+            return None
+        return Mesh(tuple(a if a.wire is None else replace(a, wire=a.wire.scaled(a.wire.busy)) for a in self.axes))
 
     def without_wires(self) -> Mesh:
         """The same axes, all with neutral wires."""

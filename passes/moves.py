@@ -54,6 +54,35 @@ class Step:
     target: Layout
 
 
+@dataclass(frozen=True)
+class Moved:
+    """Seconds of communication: in which nothing is computed, and those that pass beside compute.
+
+    >>> 2 * (Moved(1.0) + Moved(0.5, 3.0))
+    Moved(exposed=3.0, hidden=6.0)
+    """
+
+    exposed: float = 0.0
+    hidden: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Both."""
+        return self.exposed + self.hidden
+
+    def __add__(self, other: Moved) -> Moved:
+        return Moved(self.exposed + other.exposed, self.hidden + other.hidden)
+
+    def __rmul__(self, factor: float) -> Moved:
+        return Moved(factor * self.exposed, factor * self.hidden)
+
+
+def beside(seconds: float, axis: int, mesh: Mesh) -> Moved:
+    """Communication along an axis that compute need not wait for."""
+    busy = mesh.wire(axis).busy
+    return Moved(busy * seconds, (1 - busy) * seconds)
+
+
 def moves(layout: Layout, wanted: Iterable[tuple[int, Split]], mesh: Mesh) -> Iterator[Step]:
     """All single-axis moves from ``layout``. ``wanted``: the dims that may be cut, each with how (its axes aside)."""
     for axis, kind in enumerate(layout.kinds):

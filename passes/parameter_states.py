@@ -17,7 +17,7 @@ from autopar.passes.changes import path
 from autopar.passes.complete_layouts import needs_change, resting
 from autopar.passes.facts import Value
 from autopar.passes.layout import Layout, Mesh, Split
-from autopar.passes.moves import held, terms
+from autopar.passes.moves import Moved, beside, held, terms
 
 STAGES = {1: ("step", "step"), 2: ("step", "microbatch"), 3: ("use", "microbatch")}
 """ZeRO stage -> when a parameter in pieces is gathered, and when its gradient is reduced."""
@@ -39,15 +39,16 @@ class Together:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """Seconds, with a part of the latencies (`Together`): ``enter`` each time that it goes from rest to use, ``leave``
-    each time that its gradient goes that way back. ``gathers``: how often it is gathered in a microbatch, if at use."""
+    """Communication, with a part of its latencies (`Together`): ``enter`` each time that it goes from rest to use,
+    ``leave`` each time that its gradient goes that way back. ``gathers``: how often it is gathered in a microbatch, if
+    at use."""
 
     rest: Layout
     use: Layout
     gather: str
     reduce: str
-    enter_s: float
-    leave_s: float
+    enter: Moved
+    leave: Moved
     gathers: int = 0
 
     def __str__(self) -> str:
@@ -57,10 +58,10 @@ class ParameterState:
         """How often a step it goes from rest to use."""
         return self.gathers * microbatches if self.gather == "use" else 1
 
-    def seconds(self, microbatches: int) -> float:
-        """Of communication a step."""
+    def moved(self, microbatches: int) -> Moved:
+        """Communication of a step."""
         leaves = microbatches if self.reduce == "microbatch" else 1
-        return self.enters(microbatches) * self.enter_s + leaves * self.leave_s
+        return self.enters(microbatches) * self.enter + leaves * self.leave
 
 
 ALONE = Together()
@@ -113,16 +114,16 @@ def _plain(v: Value, rest: Layout, use: Layout, mesh: Mesh, together: Together) 
 
 
 @lru_cache(maxsize=1 << 16)
-def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh, together: Together) -> tuple[float, float]:
-    """Seconds of the values' way from source to target, and of the gradients' way back, in the dtype of theirs."""
+def _entering(v: Value, source: Layout, target: Layout, mesh: Mesh, together: Together) -> tuple[Moved, Moved]:
+    """The values' way from source to target, and of the gradients' way back, in the dtype of theirs."""
     steps = path(source, target, v, mesh)
     assert steps is not None, f"no way from {source} to {target}"
     sizes = [held(s, v, mesh) for s in steps]
     part = together.part(math.prod(target.local_shape(v.shape, mesh, (0,) * len(mesh.axes))) * v.dtype.itemsize)
-    more = v.reduced.dtype.itemsize / v.dtype.itemsize - 1
-    forward = total = 0.0
+    more = v.reduced.dtype.itemsize / v.dtype.itemsize
+    there = back = Moved()
     for step, size in zip(steps, sizes, strict=True):
         (fixed, slope), (both, slope_both) = (terms(step.row, step.axis, grad, mesh) for grad in (False, v.grad))
-        forward += part * fixed + size * slope
-        total += part * both + size * (slope_both + more * (slope_both - slope))
-    return forward, total - forward
+        there += beside(part * fixed + size * slope, step.axis, mesh)
+        back += beside(part * (both - fixed) + size * more * (slope_both - slope), step.axis, mesh)
+    return there, back

@@ -43,7 +43,9 @@ def test_a_plan_is_priced_by_its_kernels(profiled: dict[str, Any]) -> None:
     model, args, _ = mlp.make(width=64)
     cluster = from_json(profiled, where="two")
     parts = autopar.compile(model, cluster, args=args, pins={"dp": 2, "zero": 0}).plan.predicted.parts
-    assert parts["exposed_s"] > 0 and parts["hidden_s"] == 0
+    beside = cluster.tiers[0].overlap
+    moved = parts["hidden_s"] + parts["exposed_s"]
+    assert beside is not None and 0 < parts["hidden_s"] <= beside.value * moved * 1.01
     bare = autopar.compile(model, Cluster.local(2), args=args, pins={"dp": 2, "zero": 0}).plan.predicted.parts
     assert parts["compute_s"] > bare["compute_s"]  # launches count
     slow = json.loads(json.dumps(profiled))

@@ -29,6 +29,8 @@ MANY, FAR = 300, 0.1
 """Of so many candidates, those that so much (relative) separates from the best are not looked among again."""
 WORTHWHILE = 0.01
 """Of the seconds, and of the bytes: no further search for less."""
+ANY = 2.0**60
+"""Bytes that every plan has room in."""
 LEANEST = 3
 """Candidates whose leanest plans' programs are looked at."""
 LEANER = 8
@@ -107,13 +109,16 @@ class Fitting:
         return peak(plan) <= self.limit
 
     def lean(self) -> None:
-        """Looks for the plan of the fewest bytes until one fits: first at those of which problems count the fewest,
-        then for any with fewer, some times. (Whatever the limit is, these are the same plans.)"""
+        """Looks for the plan of the fewest bytes until one fits: first at those of which problems count the fewest, and
+        at the fastest of the same candidates that share the work out, then for any with fewer, some times. (Whatever
+        the limit is, these are the same plans.)"""
         found = self.solver.search(1.0, polish=False)  # a byte: none is that lean
         outcomes = [o for o in found.outcomes if o.answer is not None and o.answer.least_assignment is not None]
         outcomes.sort(key=lambda o: float(o.answer.least_bytes))
         pairs = [(o.problem, o.answer.least_assignment) for o in outcomes[:LEANEST] if o.problem is not None]
-        self.leanest = min((self.solver.plan(*pair) for pair in pairs), key=peak, default=None)
+        plans = [self.solver.plan(*pair) for pair in pairs]
+        working = (self.solver.working(o.candidate, ANY) for o in outcomes[:LEANEST])
+        self.leanest = min((*plans, *(plan for plan in working if plan is not None)), key=peak, default=None)
         for _ in range(LEANER):
             if self.leanest is None or self.fits(self.leanest):
                 break

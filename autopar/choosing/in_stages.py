@@ -111,7 +111,7 @@ def waiting(posed: Posed, stages: int) -> Posed:
 
     def waits(v: Variable, states: Sequence[ParameterState]) -> Variable:
         costs = v.costs.copy()
-        costs[:, EXPOSED] += [part * s.enters(microbatches) * s.enter_s * (s.gather == "use") for s in states]
+        costs[:, EXPOSED] += [part * s.enters(microbatches) * s.enter.hidden * (s.gather == "use") for s in states]
         return replace(v, costs=costs)
 
     return replace(posed, problem=posed.with_parameters(waits))

@@ -306,8 +306,8 @@ class _Pose:
             row[COMPUTE] = update(rest, kept, rate) if v.grad else 0.0
             if v.rest_dtype:
                 row[COMPUTE] += s.enters(self.microbatches) * cast(rest, local_bytes(v, s.rest, self.plain), rate)
-            row[HIDDEN] = s.seconds(self.microbatches)
-            row[EXPOSED] = UNHIDDEN * row[HIDDEN]
+            moved = s.moved(self.microbatches)
+            row[HIDDEN], row[EXPOSED] = moved.hidden, moved.exposed + UNHIDDEN * moved.hidden
         return rows
 
     # -- a class -------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ class Tables:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh, self.plain = mesh, mesh.without_wires()
         self.microbatches = 1 if mesh.time is None else mesh.axes[mesh.time].size
-        self._seconds: dict[tuple[Value, tuple[Layout, ...], tuple[Layout, ...]], Array] = {}
+        self._seconds: dict[tuple[Value, tuple[Layout, ...], tuple[Layout, ...], Mesh], Array] = {}
         self._bytes: dict[tuple[Value, tuple[Layout, ...]], Array] = {}
         self._numbers: dict[tuple[Layout, ...], Index] = {}
         self._pieces: dict[tuple[Layout, ...], Index] = {}
@@ -37,9 +37,12 @@ class Tables:
         """[sources, targets, resources]: of a weight, and of what depends on weights alone, hidden."""
         table = np.zeros((len(sources), len(targets), len(RESOURCES)))
         seconds = self._changed(t.value, sources, targets)
-        table[..., EXPOSED] = seconds * (UNHIDDEN if t.weight else 1.0)
-        if t.weight:
-            table[..., HIDDEN] = seconds
+        if not t.weight:
+            table[..., EXPOSED] = seconds
+            return table
+        busy = 0.0 if self.mesh.busy is None else self._changed(t.value, sources, targets, self.mesh.busy)
+        table[..., HIDDEN] = seconds - busy
+        table[..., EXPOSED] = busy + UNHIDDEN * table[..., HIDDEN]
         return table
 
     def again(self, t: Tensor, sources: Layouts, targets: Layouts) -> Array:
@@ -85,10 +88,11 @@ class Tables:
             self._pieces[key] = np.array(held, np.int64).reshape(len(layouts), len(self.mesh.space))
         return self._pieces[key]
 
-    def _changed(self, v: Value, sources: Layouts, targets: Layouts) -> Array:
-        key = (v, tuple(sources), tuple(targets))
+    def _changed(self, v: Value, sources: Layouts, targets: Layouts, mesh: Mesh | None = None) -> Array:
+        mesh = mesh or self.mesh
+        key = (v, tuple(sources), tuple(targets), mesh)
         if key not in self._seconds:
-            self._seconds[key] = costs(sources, targets, v, self.mesh) * self.microbatches
+            self._seconds[key] = costs(sources, targets, v, mesh) * self.microbatches
         return self._seconds[key]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -13,6 +14,8 @@ from autopar.profiling.clock import seconds
 from autopar.runtime.collectives import launch, wait
 
 CALLS = 8
+ROUNDS = 24  # of an overlap, which scatters
+LEAST_OVERLAP = 0.01  # a figure is more than 0
 SLOW = 1.0  # seconds of a call beyond which larger messages are left out
 Points = list[tuple[float, float]]
 
@@ -67,6 +70,46 @@ def collectives(device: torch.device, messages: Sequence[int], local: int) -> di
             name, place = made[tuple(own)].group_name, own.index(rank)
             found[tier][size] = {kind: _points(kind, device, messages, name, size, place) for kind in KINDS}
     return found
+
+
+def overlaps(device: torch.device, nbytes: int, local: int) -> dict[str, float]:
+    """By tier: of the seconds of an all-reduce of ``nbytes`` those in which matmuls go on as if they were alone, a
+    fraction. Collective; all ranks are busy at once."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    found = {}
+    for tier, sizes in rows(world, local).items():
+        every = sizes[min(sizes)]
+        made = {tuple(ranks): dist.new_group(ranks) for ranks in every}
+        own = next(ranks for ranks in every if rank in ranks)
+        found[tier] = _overlap(device, nbytes, made[tuple(own)].group_name)
+    return found
+
+
+def _overlap(device: torch.device, nbytes: int, group: str) -> float:
+    """Matmuls that take twice as long as the collective, alone and beside it, in turns."""
+    whole, a = torch.zeros(nbytes // 4, device=device), torch.rand(512, 512, device=device)
+
+    def alone() -> None:
+        wait(launch("all_reduce", group, whole, "sum"), group)
+
+    def matmuls() -> None:
+        for _ in range(times):
+            a.mm(a)
+
+    def both() -> None:
+        handle = launch("all_reduce", group, whole, "sum")
+        matmuls()
+        wait(handle, group)
+
+    times = 1
+    moved, one = _agreed(seconds(alone, device, CALLS)), _agreed(seconds(matmuls, device, CALLS))
+    times = max(1, round(2 * moved / one))
+    found = []
+    for _ in range(ROUNDS):
+        dist.barrier()
+        moved, computed, together = (seconds(call, device, 1) for call in (alone, matmuls, both))
+        found.append(1 - (together - computed) / moved)
+    return min(1.0, max(LEAST_OVERLAP, statistics.median(found)))
 
 
 def _points(kind: str, device: torch.device, messages: Sequence[int], group: str, size: int, place: int) -> Points:

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from autopar.cluster import FOLDER, _host_memory
 from autopar.hardware import KERNEL
 from autopar.profiling import kernels
-from autopar.profiling.collectives import collectives
+from autopar.profiling.collectives import collectives, overlaps
 from autopar.profiling.sizes import CPU, CUDA, Sizes
 from autopar.schema import read_file
 from autopar.solver.cost import share
 
+OVERLAPPED = 1 << 22  # bytes of the all-reduce that runs beside matmuls
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 Json = dict[str, Any]
 
@@ -33,9 +34,11 @@ def measure(rank: int, name: str = "profiled", sizes: Sizes | None = None, chip:
     device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
     sizes, said = sizes or (CUDA if cuda else CPU), _source(device)
     chip = chip or _chip(device, sizes, said)
-    links = _mean(collectives(device, sizes.messages, _local())) if dist.get_world_size() > 1 else {}
+    several = dist.get_world_size() > 1
+    links = _mean(collectives(device, sizes.messages, _local())) if several else {}
+    beside = _mean(overlaps(device, OVERLAPPED, _local())) if several else {}
     shape = {"nodes": _nodes(), "ranks_per_node": dist.get_world_size() // _nodes()}
-    found = {"schema": 2, "name": name, **shape, "chip": chip, "tiers": _tiers(links, said)}
+    found = {"schema": 2, "name": name, **shape, "chip": chip, "tiers": _tiers(links, beside, said)}
     return json.loads(json.dumps(found)) if rank == 0 else None
 
 
@@ -113,14 +116,19 @@ def _chip(device: torch.device, sizes: Sizes, said: Callable[[str], str]) -> Jso
     }  # fmt: skip
 
 
-def _tiers(links: Json, said: Callable[[str], str]) -> list[Json]:
+def _tiers(links: Json, beside: Json, said: Callable[[str], str]) -> list[Json]:
     """Fastest first, the last of which reaches all ranks; the shipped figures where one rank ran alone."""
     if not links:
         shipped = read_file(FOLDER / "local.json", who="cluster")
         assert isinstance(shipped, dict)
         return [dict(shipped["tiers"][0])]
     last = list(links)[-1]
-    return [{"name": tier, "spans": None if tier == last else _local(), **_tier(links[tier], said)} for tier in links]
+    what = said(f"all_reduce of {OVERLAPPED} bytes beside matmuls of width 512")
+    return [
+        {"name": tier, "spans": None if tier == last else _local(), **_tier(links[tier], said),
+         "overlap": _figure(beside[tier], what)}
+        for tier in links
+    ]  # fmt: skip
 
 
 def _tier(sizes: Json, said: Callable[[str], str]) -> Json:

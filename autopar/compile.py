@@ -24,6 +24,7 @@ from autopar.pins import Pins, ResolvedPins, resolve
 from autopar.plan import Plan, Precision
 from autopar.programs import Programs, Ready
 from autopar.runtime.finite import check_finite
+from autopar.runtime.inductor import check_compiler
 from autopar.runtime.mesh import TIMEOUT, join, naming
 from autopar.runtime.program import Program
 from autopar.solver.effort import GAP, Effort, Watch
@@ -245,6 +246,7 @@ def compile(
     error_if_nonfinite: bool = False,
     optimizer: Wanted | None = None,
     report: bool = False,
+    inductor: bool = False,
     gap: float = GAP,
     time_limit: float | None = None,
     watch: Watch | None = None,
@@ -268,6 +270,8 @@ def compile(
     ``optimizer``: what will train the model (default AdamW), so that plans count the bytes of its states: a class, a
     name as ``"sgd,momentum=0.9"``, or a function of a list of parameters (`autopar.optimizer_states`). ``report``:
     rank 0 logs, as "autopar" at INFO, how long the third step took beside what was predicted (`Parallel.measure`).
+    ``inductor``: the ops between collectives are compiled by Inductor in the first step, and their numbers are then
+    those of ``torch.compile``, which differ from eager ones in the last bits.
     ``gap``: relative, how near to the best a plan must be proved; ``time_limit``: seconds after which the search ends
     as soon as it knows a plan, whose proof then says how far off that may be; ``watch``: see `solver.effort.Watch`.
 
@@ -297,6 +301,8 @@ def compile(
             f"compile: the cluster has {cluster.ranks} ranks and {size} processes are running. Launch with "
             f"torchrun --nproc-per-node {cluster.ranks}, or give Cluster.local(ranks={size})."
         )
+    if inductor:
+        check_compiler(torch.device(cluster.device))
     resolve(parsed, cluster.ranks)
     if dropout is None:
         dropout = found.relaxations.get("dropout", "exact") if found is not None else "exact"
@@ -315,6 +321,7 @@ def compile(
         optimizer=optimizer,
         report=report,
         effort=Effort(gap, time_limit, watch),
+        inductor=inductor,
         options=options,
     )
     if args is not None or kwargs is not None:

@@ -34,6 +34,7 @@ from autopar.predict import predict
 from autopar.python_state import in_modes
 from autopar.rests import resting, rests_of
 from autopar.runtime.agree import agree
+from autopar.runtime.inductor import compiled_units
 from autopar.runtime.mesh import Ranks, begun, connect, join, naming
 from autopar.runtime.parameters import place
 from autopar.runtime.program import Program
@@ -80,6 +81,7 @@ class Programs(Initialised):
         seed: int,
         optimizer: Wanted | None,
         effort: Effort,
+        inductor: bool,
         options: Mapping[str, Any],
     ) -> None:
         super().__init__(model, cluster.ranks)
@@ -91,6 +93,7 @@ class Programs(Initialised):
         self._modes = {module: module.training for module in model.modules()}
         self._cluster, self._pins, self._given, self._inputs, self._timeout = cluster, pins, plan, inputs, timeout
         self._options, self._effort, self._optimizer = dict(options), effort, optimizer
+        self._inductor = inductor
         self._seed, self._number, self._meetings = seed, next(_models), itertools.count()
         self._counts = {True: 0, False: 0}  # by mode: steps, or calls, so far
         self._ranks: Ranks | None = None
@@ -293,7 +296,9 @@ class Programs(Initialised):
             if not self._held:
                 self._adopt(place(self._model[0], model.uses, ranks, model.holders))
                 self._rests = rests_of(plan)
-            return Program(model.locals(ranks), self._names("step"), ranks, constants, self._seed, model.pipeline)
+            locals_ = model.locals(ranks)
+            units = [compiled_units(local, ranks.device) for local in locals_] if self._inductor else None
+            return Program(locals_, self._names("step"), ranks, constants, self._seed, model.pipeline, units)
 
     def _data_ranks(self) -> int:
         """Into how many pieces the ranks cut the batch, as known before there is a plan."""

@@ -97,7 +97,10 @@ def _refuse_module(name: str, module: nn.Module, backward: bool) -> None:
     for kind in type(module).__mro__:
         if kind.__name__ in WRAPPERS and kind.__module__.startswith("torch."):
             what = WRAPPERS[kind.__name__]
-            raise AutoparError(f"{name}: is wrapped by {what} (autopar places the model itself). Pass the plain model.")
+            more = ", and inductor=True to have it compiled" if what == "torch.compile" else ""
+            raise AutoparError(
+                f"{name}: is wrapped by {what} (autopar places the model itself). Pass the plain model{more}."
+            )
     if getattr(module, "_compiled_call_impl", None) is not None:
         raise AutoparError(f"{name}: was compiled by .compile() (capture needs plain code). Pass the plain model.")
     global_hooks = nn.modules.module._global_backward_hooks or nn.modules.module._global_backward_pre_hooks

@@ -124,6 +124,12 @@ def eager(family: Family, made: Made, ranks: int) -> Trained:
     return _plain(model, args), model.parameters()
 
 
+def inductor(family: Family, made: Made, ranks: int) -> Trained:
+    """One process, compiled by `torch.compile`."""
+    model, args = made
+    return _plain(torch.compile(model), args), model.parameters()  # type: ignore[arg-type]
+
+
 def ddp(family: Family, made: Made, ranks: int) -> Trained:
     """Every rank its rows; gradients reduced in buckets beside the backward."""
     model, args = made

@@ -39,7 +39,8 @@ LOOPBACK = Path("/proc/net/dev")
 
 @dataclass(frozen=True)
 class Cell:
-    """``pins``: the peer's plan, for our own program; ``options``: of the peer; ``sizes``: of the model."""
+    """``pins``: the peer's plan, for our own program; ``options``: of the peer; ``sizes``: of the model; ``inductor``:
+    whether Inductor compiles our programs."""
 
     model: str
     ranks: int
@@ -47,12 +48,17 @@ class Cell:
     pins: Mapping[str, int | str]
     options: Mapping[str, int] = field(default_factory=dict)
     sizes: Mapping[str, int] = field(default_factory=dict)
+    inductor: bool = False
+
+
+INDUCTOR = "torch.compile"
 
 
 def _cells() -> dict[str, Cell]:
     stages: dict[str, int | str] = {"pp": 2, "microbatches": 4, "schedule": "1f1b"}
     kinds: dict[str, tuple[int, Callable[..., Trained], Mapping[str, int | str], Mapping[str, int]]] = {
         "eager": (1, peers.eager, {}, {}),
+        INDUCTOR: (1, peers.inductor, {}, {}),
         "ddp": (2, peers.ddp, {"dp": 2, "zero": 0}, {}),
         "fsdp2": (2, peers.fsdp2, {"dp": 2, "zero": 3}, {}),
         "tp": (2, peers.tensor_parallel, {"tp": 2}, {}),
@@ -60,7 +66,9 @@ def _cells() -> dict[str, Cell]:
         "tp+fsdp2": (4, peers.tensor_parallel_fsdp2, {"dp": 2, "tp": 2, "zero": 3}, {}),
     }
     return {
-        f"{model} {peer}": Cell(model, ranks, make, pins, options, {"rows": 4096} if model == "mlp" else {"rows": 8})
+        f"{model} {peer}": Cell(
+            model, ranks, make, pins, options, {"rows": 4096 if model == "mlp" else 8}, peer == INDUCTOR
+        )
         for model in FAMILIES
         for peer, (ranks, make, pins, options) in kinds.items()
     }
@@ -129,7 +137,8 @@ def _ours(cell: Cell, pins: Mapping[str, int | str]) -> tuple[Callable[[], Tenso
     import autopar
 
     model, args = _made(cell)
-    parallel = autopar.compile(model, Cluster.local(cell.ranks), args=args, pins=pins or None)
+    cluster = Cluster.local(cell.ranks)
+    parallel = autopar.compile(model, cluster, args=args, pins=pins or None, inductor=cell.inductor)
     optimizer = parallel.optimizer(torch.optim.AdamW, lr=LR, fused=True)
     return _training(partial(parallel.step, *args), optimizer), parallel.plan.one_line()
 

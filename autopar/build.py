@@ -35,6 +35,7 @@ from autopar.passes.lower import (
     tail_uses,
     with_changes,
 )
+from autopar.passes.opaque_flow import opaque_flow
 from autopar.passes.roles import Limit, divides_nothing, limits_of, shares_nothing
 from autopar.passes.sequence import DIVIDE, Along, along_sequence, cuts_nothing
 from autopar.passes.split_prologue import copy_graph, split_prologue
@@ -44,6 +45,7 @@ from autopar.passes.units import core_ops, cut_units
 from autopar.pins import SEQUENCE, ResolvedPins, microbatch_rows
 from autopar.plan import Op, Plan, Predicted, Whole, choice_from_text, choice_to_text
 from autopar.runtime.mesh import Ranks
+from autopar.runtime.opaque import Flow
 from autopar.runtime.stage import Stages
 from autopar.wires import with_wires
 from autopar.write_plan import ops_of, plan_of, strides_of, wire_from_json
@@ -285,6 +287,11 @@ class Staged:
     holders: Mapping[str, tuple[int, ...]]
     pipeline: Stages | None
     whole: Lowerable
+
+    @property
+    def flow(self) -> Flow | None:
+        """How gradients come through opaque calls."""
+        return opaque_flow(self.whole)
 
     def locals(self, ranks: Ranks) -> list[Local]:
         """The programs of this rank, one for each of its stages."""

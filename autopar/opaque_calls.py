@@ -15,7 +15,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import FlopCounterMode
@@ -24,7 +24,7 @@ from autopar.errors import AutoparError
 from autopar.example_values import ExampleValues, Unknown, untraced
 from autopar.mixed_precision import replaced
 from autopar.python_state import in_modes, python_state_kept
-from autopar.runtime.opaque import OPAQUE, Cut, drawing, opaque, register
+from autopar.runtime.opaque import Cut, drawing, opaque, register
 from autopar.trees import PLAIN, Tree, flatten, unflatten
 from autopar.try_cuts import may_cut, takes_addends
 
@@ -279,12 +279,6 @@ class OpaqueModule:
         return (
             (cut,) if 0 in operands and not (self.changed or self.draws) and may_cut(self._run, cut, [sample]) else ()
         )
-
-
-def parameters_called(graph: fx.GraphModule) -> frozenset[str]:
-    """FQNs of what opaque modules read: where one does not use a parameter its gradient is zeros, in eager none."""
-    read = [m for n in graph.graph.nodes if n.target in OPAQUE for m in n.all_input_nodes if m.op == "get_attr"]
-    return frozenset(str(m.target) for m in read)
 
 
 @contextmanager

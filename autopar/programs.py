@@ -298,7 +298,9 @@ class Programs(Initialised):
                 self._rests = rests_of(plan)
             locals_ = model.locals(ranks)
             units = [compiled_units(local, ranks.device) for local in locals_] if self._inductor else None
-            return Program(locals_, self._names("step"), ranks, constants, self._seed, model.pipeline, units)
+            return Program(
+                locals_, self._names("step"), ranks, constants, self._seed, model.pipeline, units, model.flow
+            )
 
     def _data_ranks(self) -> int:
         """Into how many pieces the ranks cut the batch, as known before there is a plan."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ SPREADS = (1.0, 8.0, 0.05, 0.0)  # of float operands that are cut: usual, where 
 SEED = 21
 
 Run = Callable[[Sequence[Tensor]], list[Tensor]]
-Site = tuple[str, int, bool]  # file, line, whether a number is read there, or a length
+Site = tuple[str, int, int, bool]  # file, line, place in it, whether a number is read there, or a length
 DYNAMIC = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"}
 
 
@@ -40,7 +41,7 @@ def may_cut(run: Run, cut: Cut, samples: Iterable[Sequence[Tensor]]) -> bool:
                         return False
     except Exception:  # what cannot be run in pieces is not cut
         return False
-    return seen == crossed and not any(number for _, _, number in seen)
+    return seen == crossed and not any(site[-1] for site in seen)
 
 
 def takes_addends(run: Run, operands: Sequence[Tensor]) -> bool:
@@ -62,15 +63,22 @@ def _weights(results: Sequence[Tensor], spread: float) -> list[Tensor | None]:
 
 
 def _variations(cut: Cut, operands: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    """Other scales, rows in another order, and all rows alike."""
+    """Other scales, one row unlike the others, rows in another order, and all rows alike."""
 
     def of_cut(change: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
         return [t if d is None else change(t, d) for t, d in zip(operands, cut.operands, strict=True)]
 
     for spread in SPREADS:
         yield of_cut(lambda t, d, s=spread: t * s if t.is_floating_point() else t)  # type: ignore[misc]
+    for spread in (0.05, 20.0):
+        yield of_cut(lambda t, d, s=spread: _first_scaled(t, d, s))  # type: ignore[misc]
     yield of_cut(lambda t, d: t.flip(d))
     yield of_cut(lambda t, d: t.narrow(d, 0, 1).expand_as(t).contiguous())
+
+
+def _first_scaled(t: Tensor, dim: int, by: float) -> Tensor:
+    rest = t.narrow(dim, 1, t.shape[dim] - 1)
+    return torch.cat([t.narrow(dim, 0, 1) * by, rest], dim) if t.is_floating_point() else t
 
 
 def _agrees(run: Run, cut: Cut, operands: Sequence[Tensor], seen: set[Site], crossed: set[Site]) -> bool:
@@ -90,9 +98,8 @@ def _agrees(run: Run, cut: Cut, operands: Sequence[Tensor], seen: set[Site], cro
         for piece, at, n in zip(pieces, (0, first), shares):
             with _Watch() as watch:
                 given.append(run(piece))
-            seen |= watch.reads.keys()
-            seen |= whole.keys()
-            crossed |= {s for s in {*whole, *watch.reads} if whole.get(s) != watch.reads.get(s)}
+            seen.update(whole, watch.reads)
+            crossed.update(s for s in {*whole, *watch.reads} if whole.get(s) != watch.reads.get(s))
             lots = _piece(weights, cut.results, shortest, at, n)
             grads.append(_gradients(run, piece, lots))
         if not _same(results, given, cut.results) or not _same(gradients, grads, cut.operands):
@@ -154,10 +161,22 @@ class _Watch(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "")
         if name in READS or _is_dynamic(name, args):
-            frame = sys._getframe(1)
-            site = frame.f_code.co_filename, frame.f_lineno, not isinstance(result, bool)
+            frame = _caller()
+            site = frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, not isinstance(result, bool)
             self.reads.setdefault(site, []).append(str(result))
         return result
+
+
+def _caller() -> FrameType:
+    """Where the model's code is, outside of modes and of what torch does in Python for methods of tensors."""
+    frame = sys._getframe(2)
+    while frame.f_code.co_name == "__torch_function__" or frame.f_globals["__name__"] in (
+        "torch.overrides",
+        "torch._tensor",
+    ):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    return frame
 
 
 def _is_dynamic(name: str, args: tuple[Any, ...]) -> bool:

@@ -52,7 +52,6 @@ from autopar.evaluate import WIDER
 from autopar.export_model import Call
 from autopar.loading import LoadedModel, ModelSpec
 from autopar.mixed_precision import as_read, param_dtype, precision, reduced_in
-from autopar.opaque_calls import parameters_called
 from autopar.passes.counter_random import counter_random
 from autopar.passes.split_prologue import copy_graph
 from autopar.piecewise import Piecewise
@@ -317,14 +316,7 @@ class Subject:
         inputs = [moved(t) for t in self.inputs]
         call = Call(model, self.captured.signature, self.loaded.loss, True, param_dtype(self.captured.precision))
         buffers, params = lambda: dict(model.named_buffers()), dict(model.named_parameters())
-        backward, called = _backward(lambda: call(inputs)[0][0]), parameters_called(self.captured.graph)
-
-        def loss() -> Tensor:
-            value = backward()
-            for p in (params[n] for n in called & params.keys()):
-                p.grad = torch.zeros_like(p) if p.grad is None and p.requires_grad else p.grad
-            return value
-
+        loss = _backward(lambda: call(inputs)[0][0])
         return self._three_steps(name, loss, params, buffers, "sgd", names_of(model))
 
     def _run32(self, name: str, moved: Callable[[Tensor], Tensor]) -> Run:
@@ -462,7 +454,7 @@ def _run(subject: Subject, plan: Plan, precision: str, values: Path) -> Run:
         inputs, constants = tuple(map(_wide, inputs)), {n: _wide(t) for n, t in constants.items()}
     tensors = place(eager, model.uses, ranks, model.holders)
     del eager  # whole, and in float64 a copy
-    program = Program(model.locals(ranks), tensors, ranks, constants, SEED, model.pipeline)
+    program = Program(model.locals(ranks), tensors, ranks, constants, SEED, model.pipeline, flow=model.flow)
     return three_steps(
         lambda: program.step(inputs)[0],
         dict(tensors.named_parameters()),

@@ -70,10 +70,7 @@ class Ways:
         for fqn, where in self.modules.items():
             part = sum(flops(n) for n in nodes if n.target in OPAQUE and n.args[1] in (fqn, where.split(" ")[0]))
             share = f"{part / total:.0%} of the FLOPs" if total else "no FLOPs"
-            lines.append(
-                f"{where}: decides by values of tensors; called as it is ({share}). {tried} Parameters that it did not "
-                "use have a gradient of zeros, not none."
-            )
+            lines.append(f"{where}: decides by values of tensors; called as it is ({share}). {tried}")
         for node in graph.graph.find_nodes(op="call_function", target=torch.ops.autopar.decided.default):
             lines += [
                 f"{where}: decided as the examples do; a batch that decides otherwise ends the step."

@@ -8,13 +8,15 @@ backward, and nothing but the operands is kept.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from autopar.runtime.counter_random import PLACE, seed_of
@@ -54,6 +56,29 @@ class Called(Protocol):
         """Whether backward of addends of the results' gradients gives addends: not where it clips them, say."""
 
 
+Slot = tuple[str, int, int]
+"""The name and the number of a call, and the place of one of its operands."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """How gradients come through opaque calls: what those of the loss reach without any, and those of each operand
+    without another one. Reached are parameters, by FQN, and calls, by name and number."""
+
+    loss: frozenset[str | tuple[str, int]]
+    operands: Mapping[Slot, frozenset[str | tuple[str, int]]]
+
+    def parameters(self, passed: Collection[Slot]) -> frozenset[str]:
+        """What has a gradient where only the operands ``passed`` are given one."""
+        found, open_ends = set[str | tuple[str, int]](), set(self.loss)
+        while open_ends:
+            found |= open_ends
+            slots = [s for s in passed if s[:2] in open_ends]
+            open_ends = {end for s in slots for end in self.operands.get(s, ())} - found
+        return frozenset(end for end in found if isinstance(end, str))
+
+
+PASSED = Counter[Slot]()  # how often backward found a gradient of an operand, in this process
 CALLS: dict[str, list[Called]] = {}
 BEFORE = threading.local()  # the state of the generator before the call of this thread that just ran
 LOCK = threading.RLock()  # a call may put tensors into a module while it runs
@@ -103,7 +128,7 @@ def _draws(draw: int, step_key: int, state: Tensor | None = None) -> Iterator[No
 
 
 def _gradients(
-    grads: list[Tensor],
+    grads: list[Tensor | None],
     operands: list[Tensor],
     wanted: list[bool],
     name: str,
@@ -113,21 +138,40 @@ def _gradients(
     draw: int = -1,
     step_key: int = 0,
 ) -> list[Tensor]:
+    asked = [t for t, w in zip(operands, wanted, strict=True) if w]
+    found = _found(grads, operands, wanted, name, number, state, draw=draw, step_key=step_key)
+    made = [torch.zeros_like(t) if g is None else g.contiguous() for t, g in zip(asked, found, strict=True)]
+    return _apart(made, [g for g in grads if g is not None])
+
+
+def _found(
+    grads: Sequence[Tensor | None],
+    operands: Sequence[Tensor],
+    wanted: Sequence[bool],
+    name: str,
+    number: int,
+    state: Tensor | None,
+    *,
+    draw: int = -1,
+    step_key: int = 0,
+) -> Sequence[Tensor | None]:
+    """The gradients of the operands that are wanted; none of those that the call did not use."""
     leaves = [t.detach().requires_grad_(w) for t, w in zip(operands, wanted, strict=True)]
-    asked = [t for t in leaves if t.requires_grad]
+    places = [i for i, w in enumerate(wanted) if w]
     again = nullcontext() if draw == -1 and state is None else _draws(draw, step_key, state)
     with LOCK, differentiating(), again:
         results = called(name, number).run(leaves)
-        passed = [(r, g) for r, g in zip(results, grads, strict=True) if r.requires_grad]
+        passed = [(r, g) for r, g in zip(results, grads, strict=True) if g is not None and r.requires_grad]
         if not passed:
-            return [torch.zeros_like(t) for t in asked]
+            return [None] * len(places)
         ends, weights = zip(*passed)
-        found = torch.autograd.grad(ends, asked, weights, allow_unused=True)
-    return _apart([torch.zeros_like(t) if g is None else g.contiguous() for t, g in zip(asked, found)], grads)
+        found = torch.autograd.grad(ends, [leaves[i] for i in places], weights, allow_unused=True)
+    PASSED.update((name, number, i) for i, g in zip(places, found, strict=True) if g is not None)
+    return found
 
 
 def _fake_gradients(
-    grads: list[Tensor], operands: list[Tensor], wanted: list[bool], name: str, number: int, *state: Any, **draws: int
+    grads: Any, operands: list[Tensor], wanted: list[bool], name: str, number: int, *state: Any, **draws: int
 ) -> list[Tensor]:
     return [t.new_empty(t.shape) for t, w in zip(operands, wanted, strict=True) if w]
 
@@ -156,8 +200,8 @@ def _apart(results: Sequence[Tensor], operands: Sequence[Tensor]) -> list[Tensor
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     operands, ctx.name, ctx.number = inputs
     ctx.save_for_backward(*operands)
-    ctx.kinds = [(t.shape, t.dtype, t.device) for t in output]
     ctx.state, ctx.draws = None, {}
+    ctx.set_materialize_grads(False)  # a result that is not used has no gradient
     ctx.mark_non_differentiable(*(t for t in output if not _floats(t)))
 
 
@@ -173,12 +217,9 @@ def _setup_seeded(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[s
 
 def _backward(ctx: Any, grads: list[Tensor | None]) -> tuple[list[Tensor | None], None, None]:
     wanted = [w and _floats(t) for w, t in zip(ctx.needs_input_grad[0], ctx.saved_tensors, strict=True)]
-    given = [
-        torch.zeros(shape, dtype=dtype, device=device) if g is None else g
-        for g, (shape, dtype, device) in zip(grads, ctx.kinds, strict=True)
-    ]
-    call = given, list(ctx.saved_tensors), wanted, ctx.name, ctx.number, ctx.state
-    made = iter(torch.ops.autopar.opaque_backward(*call, **ctx.draws))
+    call = grads, list(ctx.saved_tensors), wanted, ctx.name, ctx.number, ctx.state
+    plain = not any(isinstance(t, FakeTensor) or t.is_meta for t in ctx.saved_tensors)
+    made = iter(_found(*call, **ctx.draws) if plain else torch.ops.autopar.opaque_backward(*call, **ctx.draws))
     return [next(made) if w else None for w in wanted], None, None
 
 
@@ -192,7 +233,7 @@ kernels(f"opaque{SIGNATURE.format('')}", _forward, _fake)
 kernels(f"opaque_drawing{SIGNATURE.format('')}", _drawing, _fake, (torch.Tag.nondeterministic_seeded,))
 kernels(f"opaque_seeded{SIGNATURE.format(SEED)}", _seeded, _fake)
 kernels(
-    "opaque_backward(Tensor[] grads, Tensor[] operands, bool[] wanted, str name, int number, Tensor? state=None, *, "
+    "opaque_backward(Tensor?[] grads, Tensor[] operands, bool[] wanted, str name, int number, Tensor? state=None, *, "
     "int draw=-1, int step_key=0) -> Tensor[]",
     _gradients,
     _fake_gradients,

@@ -25,6 +25,7 @@ from autopar.passes.layout import PARTIAL, REPLICATE, SHARD, Mesh
 from autopar.runtime.collectives import settle
 from autopar.runtime.counter_random import random_key
 from autopar.runtime.mesh import Ranks, naming, placements
+from autopar.runtime.opaque import PASSED, Flow, Slot
 from autopar.runtime.parameters import clip_grad_norm_, digest, from_rank_0, local
 from autopar.runtime.pipeline import Action, Pipeline, Spec, Transport
 from autopar.runtime.run import Units, units_of
@@ -49,7 +50,8 @@ class Program:
     ``locals``: what `lower` made for this rank, of each stage that it has; ``tensors``: what `place` made;
     ``constants``: full values by name, of which rank 0's count; ``seed``: of random ops, the same on all ranks, whose
     numbers also depend on ``steps``, the calls of `step` and `forward` so far; ``pipeline``: where there are several
-    stages; ``units``: how the units of each stage are run (default: as `units_of` makes them).
+    stages; ``units``: how the units of each stage are run (default: as `units_of` makes them); ``flow``: how gradients
+    come through opaque calls, where there are any.
 
     Example:
         ``program = Program([local], place(model, local.parameters, ranks), ranks, constants)``, then in each step
@@ -67,11 +69,13 @@ class Program:
         seed: int = 0,
         pipeline: Stages | None = None,
         units: Sequence[Mapping[int, Units]] | None = None,
+        flow: Flow | None = None,
     ) -> None:
         self.tensors, self.mesh = tensors, locals[0].mesh
         self.ranks = ranks.for_mesh(locals[0].mesh)
         self.rows = (0,) if self.mesh.time is None else self.mesh.axes[self.mesh.time].rows
         self.pipeline, self.at = pipeline or alone(locals[0], len(self.rows)), ranks.stage
+        self.flow = flow
         held = {name: from_rank_0(tensor, ranks) for name, tensor in sorted(constants.items())}
         parted = any(letter == "W" for letter, _, _ in self.actions)
         self.stages = tuple(
@@ -138,8 +142,9 @@ class Program:
         if self.ranks.stages > 1 and not any(parameter.requires_grad for parameter in self.tensors.parameters()):
             raise AutoparError(UNREACHED)
         with naming(self.ranks, self.steps + 1):
+            passed = dict(PASSED)
             steps = self._run(self._batch(inputs, inputs_are), train=True, keep=outputs)
-            self._deliver(steps)
+            self._deliver(steps, passed)
             self._write(steps)
             loss = self._loss(steps)
             self.steps += 1
@@ -226,15 +231,19 @@ class Program:
         rests = [local(parameter).detach() for parameter in parameters]
         return Weights(stage.ways, stage.local.parameters, rests, wanted, letters)
 
-    def _deliver(self, steps: Sequence[StageStep]) -> None:
-        """Add the step's gradients to those of the parameters, as ``backward()`` does."""
+    def _deliver(self, steps: Sequence[StageStep], passed: Mapping[Slot, int]) -> None:
+        """Add the step's gradients to those of the parameters, as ``backward()`` does. ``passed``: of opaque calls,
+        before the step."""
         found: dict[str, Tensor] = {}
         for step in steps:
             for i, gradient in step.weights.finish().items():
                 fqn = step.local.parameters[i].fqn
                 found[fqn] = found[fqn].add_(gradient) if fqn in found else gradient
         self._tie(found)
+        reached = found.keys() if self.flow is None else self._reached(self.flow, passed)
         for fqn, gradient in found.items():
+            if fqn not in reached:
+                continue
             parameter = self._held[fqn]
             old = parameter.grad
             if old is not None:
@@ -243,6 +252,13 @@ class Program:
             else:  # what from_local does, without finding out again what the parameter's own description says
                 kind = Gradient if self.ranks.stages > 1 else DTensor
                 parameter.grad = kind(gradient, parameter._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+
+    def _reached(self, flow: Flow, passed: Mapping[Slot, int]) -> frozenset[str]:
+        """The parameters that have a gradient in this step: opaque calls of some rank used them."""
+        slots = list(flow.operands)
+        used = torch.tensor([PASSED[s] > passed.get(s, 0) for s in slots], dtype=torch.int32, device=self.ranks.device)
+        dist.all_reduce(used, dist.ReduceOp.MAX, group=self.ranks.world)
+        return flow.parameters({slot for slot, any_rank in zip(slots, used.tolist(), strict=True) if any_rank})
 
     def _tie(self, gradients: dict[str, Tensor]) -> None:
         """Sum the gradients of copies that several stages hold: in the order of the stages, so that all have the same

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.passes.layout import INVARIANT, REPLICATE, Layout, Mesh
+from autopar.runtime.opaque import PASSED, Flow
 from autopar.runtime.parameters import piece
 from autopar.runtime.runs import take
 from autopar.runtime.stacked import run_stacked
@@ -60,14 +61,18 @@ def stacked_step(
 
 
 def stacked_stages(
-    stages: Sequence[Sequence[Local]], attributes: Mapping[str, Tensor], inputs: Sequence[Tensor], key: int = 0
+    stages: Sequence[Sequence[Local]],
+    attributes: Mapping[str, Tensor],
+    inputs: Sequence[Tensor],
+    key: int = 0,
+    flow: Flow | None = None,
 ) -> StackedStep:
-    """`stacked_step` of a pipeline: ``stages`` has the programs of each stage, in order.
+    """`stacked_step` of a pipeline: ``stages`` has the programs of each stage; ``flow``: through opaque calls.
 
     No schedule is followed: of every microbatch all stages run in turn, and values go by the numbers of their crossings
     from rank to rank, gradients back by autograd. A parameter of several stages has the sum of its gradients.
     """
-    first = stages[0][0]
+    first, passed = stages[0][0], PASSED.copy()
     rows = (0,) if first.mesh.time is None else first.mesh.axes[first.mesh.time].rows
     steps = [_Stage(programs, attributes, inputs, rows, key) for programs in stages]
     for m in range(len(rows)):
@@ -79,6 +84,9 @@ def stacked_stages(
     for name, own in (pair for step in steps for pair in step.gradients()):
         other = gradients.get(name)
         gradients[name] = own if other is None else other if own is None else other + own
+    if flow is not None:
+        reached = flow.parameters([slot for slot in flow.operands if PASSED[slot] > passed[slot]])
+        gradients = {name: g if name in reached else None for name, g in gradients.items()}
     buffers = {name: value for step in steps for name, value in step.buffers()}
     return StackedStep(loss.detach(), gradients, buffers)
 

@@ -22,6 +22,7 @@ from torch.fx.graph_module import _forward_from_src
 
 from autopar.passes.differentiate import Untraceable, differentiate
 from autopar.passes.split_backward import Part, Parted, split_backward
+from autopar.runtime.opaque import OPAQUE
 
 if TYPE_CHECKING:
     from autopar.passes.differentiate import Differentiated
@@ -216,7 +217,8 @@ def laid_out(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 class Autograd(Unit):
     """Runs the forward graph under autograd. What is kept of a parameter is kept as a view to be taken of it again;
-    where anything is to be recomputed, all of the forward is."""
+    where anything is to be recomputed, all of the forward is. What an opaque call of it did not use has zeros, so that
+    all ranks have the same gradients."""
 
     def __init__(self, kind: UnitClass, why: str) -> None:
         super().__init__(kind)
@@ -225,6 +227,8 @@ class Autograd(Unit):
         self.tangents = tuple(i for i, flows in enumerate(kind.flows) if flows)
         again = kind.recompute != "none"
         self.reads = tuple(i for i, word in enumerate(kind.kinds) if again or word == "parameter")
+        opaque = any(n.target in OPAQUE for n in kind.graph.graph.nodes)
+        self.filled = [n.meta["val"] for n in kind.graph.graph.find_nodes(op="placeholder")] if opaque else None
 
     def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
         if self.kind.recompute != "none":
@@ -263,6 +267,9 @@ class Autograd(Unit):
         found = torch.autograd.grad(outs, edges, tangents, allow_unused=True)
         read.clear()
         tangents.clear()
+        if self.filled is not None:
+            like = [self.filled[i] for i in self.grads]
+            found = tuple(outs[0].new_zeros(t.shape, dtype=t.dtype) if g is None else g for t, g in zip(like, found))
         return [Gradient(i, g, False) for i, g in zip(self.grads, found, strict=True) if g is not None]
 
     def _traced(self, args: list[Any]) -> tuple[list[Any], list[Tensor]]:

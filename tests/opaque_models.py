@@ -128,6 +128,56 @@ class Masked(nn.Module):
         return self.fc(x)
 
 
+class Rare(nn.Module):
+    """Couples its rows where they are so large as no trial makes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        return x - x.mean(0) if x.abs().max() > 1e6 else x
+
+
+class Unread(nn.Module):
+    """What comes in, and one weight, are read only where the mean is large; nobody reads the second result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.other, self.start = nn.Linear(16, 16), nn.Linear(16, 16), nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = self.fc(x) if x.mean() > 1 else self.start.expand_as(x).tanh()
+        return h, self.other(h.detach())
+
+
+class Untaught(torch.autograd.Function):
+    """A product whose second factor gets no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad * ctx.saved_tensors[0], None
+
+
+class Unused(nn.Module):
+    """Parameters without a gradient, behind opaque calls and before them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 16), Unread(), nn.Linear(16, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, _ = self.inner(self.first(x) * 3)
+        return (Untaught.apply(self.last(h), self.scale) - y).square().mean()
+
+
 class Finite(nn.Module):
     """Asks whether all is finite, as public models do, and whether labels are legal."""
 
@@ -174,6 +224,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "loop": lambda: Around(Loop()),
     "noisy": lambda: Around(Noisy()),
     "masked": lambda: Around(Masked()),
+    "rare": lambda: Around(Rare()),
+    "unused": Unused,
     "finite": lambda: Around(Finite()),
     "windows": lambda: Around(Windows()),
 }

@@ -10,7 +10,7 @@ from torch import Tensor, fx, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar.along import carry_over, choose_along, prepare_like, same_ops
-from autopar.build import Prepared, choose, prepare, staged
+from autopar.build import Prepared, Staged, choose, prepare, staged
 from autopar.capture import capture, double, run_graph, to_float64
 from autopar.choosing import pipelines
 from autopar.cluster import Cluster
@@ -120,13 +120,13 @@ class StackedJudge:
         plan = choose(prepared, resolved, Cluster.local(ranks=ranks))
         if pp > 1:
             plan = pipelines.staged(plan, prepared, resolved, Cluster.local(ranks=pp * ranks))
-        self._assert_near(self._distances(staged(plan, prepared).models), f"{pins}")
+        self._assert_near(self._distances(staged(plan, prepared)), f"{pins}")
 
     def along(self, training: Plan) -> Plan:
         """The plan for this batch along that of training, which is for a batch of another shape."""
         prepared, cluster = prepare_like(self.captured, training, float64=True), Cluster.local(ranks=training.ranks)
         plan = (carry_over if same_ops(training, prepared) else choose_along)(training, prepared, cluster)
-        self._assert_near(self._distances(staged(plan, prepared).models), f"{plan.one_line()} of {plan.batch} rows")
+        self._assert_near(self._distances(staged(plan, prepared)), f"{plan.one_line()} of {plan.batch} rows")
         return plan
 
     def random(self, seed: int, axes: tuple[int, ...] = (2, 2), microbatches: int = 1) -> None:
@@ -155,14 +155,16 @@ class StackedJudge:
 
     def distances(self, lowerable: Lowerable) -> list[Difference]:
         """How far a step of all ranks is from one process, the farthest tensor first."""
-        return self._distances([with_changes(lowerable)])
+        whole = with_changes(lowerable)
+        return self._distances(Staged((whole,), (), {}, {}, None, whole))
 
-    def _distances(self, models: Sequence[Lowerable]) -> list[Difference]:
+    def _distances(self, model: Staged) -> list[Difference]:
         """The same of stages, which have their changes."""
-        mesh = models[0].mesh
+        mesh = model.whole.mesh
         groups = {a.name: a.name for a in mesh.axes}
-        programs = [[lower(model, rank, groups) for rank in range(mesh.ranks)] for model in models]
-        step = stacked_stages(programs, {n: t.detach() for n, t in self.attributes.items()}, self.inputs, self.key)
+        programs = [[lower(stage, rank, groups) for rank in range(mesh.ranks)] for stage in model.models]
+        held = {n: t.detach() for n, t in self.attributes.items()}
+        step = stacked_stages(programs, held, self.inputs, self.key, model.flow)
         grads = {n: step.gradients.get(n) for n in self.captured.parameters}
         buffers: dict[str, Tensor] = {n: step.buffers.get(n, self.attributes[n]) for n in self.captured.buffers}
         return distances(Run(step.loss, grads, buffers, {}), self.reference, lr=1.0)

@@ -4,6 +4,7 @@ trials allow it; truths that a plan may rely on are held to."""
 from __future__ import annotations
 
 import random
+from functools import partial
 from typing import Any
 
 import opaque_models
@@ -12,13 +13,17 @@ import torch
 from stacked_judge import StackedJudge
 from torch import Tensor, nn
 
+import autopar
 from autopar.capture import capture, run_graph
+from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes.facts import operand_nodes
 from autopar.passes.strategy import rule
 from autopar.runtime.opaque import OPAQUE, opaque
+from autopar.runtime.pool import RankPool
 
-NODES = {"functions": 4, "branch": 1, "numpy": 1, "loop": 1, "noisy": 1, "masked": 1, "finite": 0, "windows": 0}
+ONE = dict.fromkeys(("branch", "numpy", "loop", "noisy", "masked", "rare"), 1)
+NODES = {**ONE, "functions": 4, "unused": 2, "finite": 0, "windows": 0}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +79,7 @@ def test_what_may_be_cut(judges: dict[str, StackedJudge]) -> None:
     assert [c for c in cuts(judge(judges, "functions")) if c[1]] == [by_all] * 3
     assert [c for c in cuts(judge(judges, "functions")) if not c[1]] == [(["c0", "c1"], False)]  # Clipped
     assert cuts(judge(judges, "masked")) == [by_rows]
-    for name in ("branch", "numpy", "loop"):
+    for name in ("branch", "numpy", "loop", "rare"):
         assert cuts(judge(judges, name)) == [whole], name
 
 
@@ -112,6 +117,43 @@ def test_a_truth_that_no_longer_holds_is_one_line() -> None:
         run(x * float("inf"), y)
     with pytest.raises(AutoparError, match=r"Around \(opaque_models.py:\d+\): would decide otherwise"):
         run(x, y + 1e7)
+
+
+def trained(rank: int | None) -> dict[str, Tensor]:
+    """Parameters after three steps, the second of which takes the other branch. Weight decay tells none from zeros."""
+    model, (x, y), _ = opaque_models.make("unused")
+    model, args = model.double(), (x.double(), y.double())
+    pins = {"dp": 2, "zero": 3}
+    ready = None if rank is None else autopar.compile(model, Cluster.local(ranks=2), args=args, pins=pins)
+    optimizer = (ready.optimizer if ready else partial(_made, model))(torch.optim.AdamW, lr=0.1, weight_decay=0.5)
+    taught = []
+    for scale in (1.0, 20.0, 1.0):
+        optimizer.zero_grad()
+        loss = (ready.step if ready else model)(args[0] * scale, args[1])
+        if ready is None:
+            loss.backward()
+        optimizer.step()
+        named = dict((ready or model).named_parameters())
+        taught.append({n for n, p in named.items() if p.grad is not None})
+    assert [{"first.weight", "inner.start"} & names for names in taught] == [
+        {"inner.start"},
+        {"first.weight"},
+        {"inner.start"},
+    ]
+    return {n: p.full_tensor() if ready else p.detach() for n, p in named.items()}
+
+
+def _made(model: nn.Module, kind: type, **options: float) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = kind(model.parameters(), **options)
+    return made
+
+
+def test_what_is_not_used_has_no_gradient_in_that_step() -> None:
+    with RankPool(2, timeout=90) as pool:
+        first, second = pool.run(trained)
+    for name, value in trained(None).items():
+        torch.testing.assert_close(first[name], value, rtol=1e-10, atol=1e-12)
+        assert torch.equal(first[name], second[name])
 
 
 def test_hints_say_what_and_why() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from autopar.capture import Capture
 from autopar.cluster import Cluster
+from autopar.emit import emit
 from autopar.errors import AutoparError
 from autopar.measure import Measures, Measuring
 from autopar.optimizer_states import Wanted
@@ -175,11 +176,14 @@ class Parallel(Programs, Measures):
 
     def save_source(self, folder: str | Path) -> None:
         """Write the program of training as readable Python (`Program.save`), beside its ``plan.json``; collective.
-        `autopar.load_program` runs the folder without this model's code."""
+        `autopar.load_program` runs the folder without this model's code. One process that only plans writes the
+        programs of all ranks, with the model's first buffers."""
         ready = self._first("save_source")
-        program = self._program(ready)
-        program.save(folder)
-        if program.ranks.rank == 0:
+        if ready.program is not None:
+            ready.program.save(folder)
+        else:
+            emit(ready.plan, ready.prepared, self._model[0], Path(folder), torch.device(self._cluster.device))
+        if ready.program is None or ready.program.ranks.rank == 0:
             ready.plan.save(Path(folder) / "plan.json")
 
     @property

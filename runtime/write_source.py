@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from autopar.runtime.program import Program
     from autopar.runtime.run import Units
 
+PIPELINE = "save_source: a pipeline is not written as source yet. Pin pp=1."
 REFS = {"parameter": "P", "buffer": "B", "constant": "C", "input": "X", "hoisted": "H"}
 
 
@@ -82,7 +83,7 @@ def save(program: Program, folder: Path) -> None:
     """Write the programs of all ranks; collective. Rank 0 writes."""
     ranks = program.ranks
     if ranks.stages > 1 or len(program.stages) > 1:
-        raise AutoparError("save_source: a pipeline is not written as source yet. Pin pp=1.")
+        raise AutoparError(PIPELINE)
     groups = {name: axis for axis, name in ranks.group_names.items()}
     (stage,) = program.stages
     own = source_of(stage.local, stage.units, groups, Tree.of(program.tensors, stage.local))
@@ -509,4 +510,4 @@ def _title(mesh: Mesh) -> str:
     return f"One step of training on one rank of {ranks}{time}. Run it with autopar.load_program."
 
 
-__all__ = ["Source", "Tree", "save", "source_of", "write"]
+__all__ = ["PIPELINE", "Source", "Tree", "save", "source_of", "write"]

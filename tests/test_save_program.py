@@ -100,6 +100,14 @@ def write(rank, target, pins, folder):
     return train(parallel.step, parallel.parameters(), args), values, args
 
 
+def emit(target, pins, folder):
+    """Write the programs of both ranks from here, where there are none."""
+    torch.manual_seed(0)
+    loaded = ModelSpec(target).load()
+    parallel = autopar.compile(loaded.model.train(), Cluster.local(2), args=loaded.args, pins=pins, loss=loaded.loss)
+    parallel.save_source(folder)
+
+
 def read(rank, folder, values, args):
     """Train with what is written: the losses, the names, and what of autopar that took."""
     from autopar.load_program import load_program
@@ -123,9 +131,30 @@ def test_a_written_program_trains_alike(pool, tmp_path, target, pins):
         assert found == losses
         assert names == list(values)
     assert (tmp_path / "plan.json").is_file()
+    emit(target, pins, tmp_path / "emitted")
+    for path in [p for p in tmp_path.rglob("*.py") if "emitted" not in p.parts]:
+        assert (tmp_path / "emitted" / path.relative_to(tmp_path)).read_text() == path.read_text()
+    assert set(torch.load(tmp_path / "emitted" / "tensors.pt")) == set(torch.load(tmp_path / "tensors.pt"))
     lint = ["ruff", "check", "--isolated", "--line-length", "160", "--select", "E,F,W,B", tmp_path]
     made = subprocess.run([sys.executable, "-m", *lint], capture_output=True, text=True)
     assert made.returncode == 0, made.stdout
+
+
+def test_what_one_process_cannot_write(tmp_path):
+    def planned(cluster, device="cpu", **pins):
+        with torch.device(device):
+            model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+            x = torch.randn(8, 4)
+        return autopar.compile(model, cluster, args=(x,), pins=pins, loss=torch.mean)
+
+    with pytest.raises(autopar.AutoparError, match=r"save_source: a pipeline is not written"):
+        planned(Cluster.local(2), pp=2).save_source(tmp_path / "a")
+    with pytest.raises(autopar.AutoparError, match=r"save_source: 1.running_mean has no value"):
+        planned(Cluster.local(2), "meta", dp=2).save_source(tmp_path / "b")
+    if torch.version.cuda is None:
+        with pytest.raises(autopar.AutoparError, match=r"save_source: the ranks compute on cuda"):
+            planned(Cluster.load("h100-dgx"), dp=8).save_source(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
 
 
 def test_reading_takes_no_planner():

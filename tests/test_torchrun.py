@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import autopar
+from autopar.models import mlp
+
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = """
 import torch
@@ -31,6 +34,19 @@ for _ in range(3):
     optimizer.step()
     optimizer.zero_grad()
 torch.save((losses, first), f"rank{torch.distributed.get_rank()}.pt")
+"""
+READ = """
+import sys
+import torch
+import autopar
+
+program = autopar.load_program("program")
+weights, inputs = torch.load("weights.pt"), torch.load("inputs.pt")
+program.load_state_dict(weights)
+loss = program.step(*inputs).item()
+gradients = {name: p.grad.full_tensor() for name, p in program.named_parameters()}
+assert not any(name.startswith("autopar.models") for name in sys.modules)
+torch.save((loss, gradients), f"rank{torch.distributed.get_rank()}.pt")
 """
 WRONG = """
 import torch
@@ -56,8 +72,6 @@ def test_a_script_trains_on_two_ranks(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr
     (losses, first), (other, _) = (torch.load(tmp_path / f"rank{rank}.pt") for rank in range(2))
     assert losses == other
-    from autopar.models import mlp
-
     model, _, _ = mlp.make()
     model.load_state_dict(first)
     data = torch.Generator().manual_seed(0)
@@ -69,6 +83,24 @@ def test_a_script_trains_on_two_ranks(tmp_path: Path) -> None:
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
+
+
+def test_a_written_program_trains_in_new_processes(tmp_path: Path) -> None:
+    model, inputs, _ = mlp.make()
+    parallel = autopar.compile(model, autopar.Cluster.local(2), args=inputs, pins="dp=2 zero=3")
+    parallel.save_source(tmp_path / "program")
+    torch.save(model.state_dict(), tmp_path / "weights.pt")
+    torch.save(inputs, tmp_path / "inputs.pt")
+    run = torchrun(tmp_path, READ, 2)
+    assert run.returncode == 0, run.stderr
+    expected = model(*inputs)
+    expected.backward()
+    for rank in range(2):
+        loss, gradients = torch.load(tmp_path / f"rank{rank}.pt")
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        for name, p in model.named_parameters():
+            assert p.grad is not None
+            torch.testing.assert_close(gradients[name], p.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_the_wrong_number_of_processes_is_one_line(tmp_path: Path) -> None:

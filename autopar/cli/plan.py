@@ -52,6 +52,9 @@ def add(commands: Any) -> None:
     plan = commands.add_parser("plan", help="make a plan and write it as JSON", allow_abbrev=False)
     plan.add_argument("model", metavar="MODEL", help=FORM)
     plan.add_argument("--out", metavar="FILE", help="write plan.json here (without --json)")
+    plan.add_argument(
+        "--emit", metavar="DIR", help="write the program of all ranks as Python here, beside plan.json (load_program)"
+    )
     plan.add_argument("--problem", metavar="FILE", help=f"save what the solver was given ({PROBLEM}), for `check`")
     cluster_flags(plan)
     common_flags(plan)
@@ -157,11 +160,18 @@ def _refuse(pins: Pins, cluster: Cluster, batch: int | None) -> None:
 
 
 def _plan(options: argparse.Namespace) -> tuple[str, int]:
+    import torch
+
     from autopar.choosing.plan_training import is_searched
+    from autopar.emit import refuse_device
 
     for flag in ("out", "problem"):
         _refuse_folder(flag, getattr(options, flag))
+    if options.emit and (Path(options.emit).is_file() or not Path(options.emit).parent.is_dir()):
+        raise AutoparError(f"--emit {options.emit}: not a folder in a folder that exists. Name one.")
     asked = Asked.of(options)
+    if options.emit:
+        refuse_device(torch.device(asked.cluster.device))
     if options.problem and (asked.pins.pp or 1) > 1 and not is_searched(asked.pins):
         raise AutoparError(
             f"--problem {options.problem}: nothing is proved where cuts, order or axes of stages are pinned. "
@@ -171,11 +181,14 @@ def _plan(options: argparse.Namespace) -> tuple[str, int]:
     plan = parallel.detailed_plan()
     if options.problem:
         _save_search(parallel, options.problem)
+    if options.emit:
+        parallel.save_source(options.emit)
     if options.json:
         return json.dumps(plan.to_json(), sort_keys=True), DONE
     if options.out:
         plan.save(options.out)
-        return f"{plan.one_line()}: written to {options.out}", DONE
+    if options.out or options.emit:
+        return f"{plan.one_line()}: written to {' and '.join(filter(None, (options.out, options.emit)))}", DONE
     return plan.dumps().rstrip("\n"), DONE
 
 

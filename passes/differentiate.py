@@ -46,6 +46,7 @@ KEPT = {  # by what is selective: what is dear to make again
     *(ops.wait_reduce_scatter.default, ops.wait_all_to_all.default),
 }
 RELABEL = {ops.keep.default, ops.replicate.default, ops.invariant.default, ops.time_keep.default}
+SCATTERS: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 LIFTED = ("step_key", "draw", "microbatch")  # arguments of library ops that are arguments of the graphs
 DRAW, KEY, MICROBATCH = 1 << 48, (1 << 47) + 1, (1 << 47) + 2  # what stands for them while tracing
 
@@ -232,26 +233,48 @@ def _without_detach(graph: fx.Graph) -> None:
 
 
 def _without_mutations(graph: fx.Graph) -> None:
-    """What is read after an op wrote into a tensor is what that op returns; where somebody reads the tensor as it was,
-    the op makes a new one."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
-    for node in graph.nodes:
+    """What is read after an op wrote into a tensor is what that op returns, put back into what that is a view of; where
+    somebody reads the tensor as it was, the op makes a new one."""
+    for node in list(graph.nodes):
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             continue
         written = [i for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
         operand = node.args[0]
         assert isinstance(operand, fx.Node)
-        views = [n for n in graph.nodes if place[n] < place[node] and _storage(n) == _storage(operand)]
-        late = {u for n in views for u in n.users if place[u] > place[node]}
         if written != [0] or len(schema.returns) != 1:
             raise Untraceable(f"{node.target} writes into more than its first operand")
-        if any(u not in operand.users for u in late):
+        place = {n: i for i, n in enumerate(graph.nodes)}
+        alike = [n for n in graph.nodes if n is not node and _storage(n) == _storage(operand)]
+        views, later = ([n for n in alike if (place[n] < place[node]) is before] for before in (True, False))
+        late = {n: [u for u in n.users if place[u] > place[node]] for n in views}
+        seen_through = [operand]
+        while seen_through[-1].target in SCATTERS:
+            seen_through.append(seen_through[-1].args[0])  # type: ignore[arg-type]
+        if any(users and n not in seen_through for n, users in late.items()):
             raise Untraceable(f"{node.target} writes into a tensor of which there is a view")
-        for user in late:
-            user.replace_input_with(operand, node)
         if operand.op == "placeholder" or operand.target in RELABEL or len(operand.users) > 1 or len(views) > 1:
             node.target, node.meta["val"] = _out_of_place(node.target), _val(node).clone()
+        made = node
+        for i, n in enumerate(seen_through):
+            if i:
+                made = _put_back(graph, seen_through[i - 1], made)
+            for user in late[n]:
+                user.replace_input_with(n, made)
+            if not any(late[n] for n in seen_through[i + 1 :]):
+                break
+        for n in later if made is not node else ():
+            n.meta["val"] = n.target(*fx.node.map_arg(n.args, _val), **fx.node.map_arg(n.kwargs, _val))
+
+
+def _put_back(graph: fx.Graph, view: fx.Node, made: fx.Node) -> fx.Node:
+    """What ``view`` is of, with ``made`` in its place."""
+    (source, *where) = view.args
+    assert isinstance(source, fx.Node)
+    with graph.inserting_after(made):
+        node = graph.call_function(SCATTERS[view.target], (source, made, *where), view.kwargs)
+    node.meta = {**made.meta, "val": _val(source).clone()}
+    return node
 
 
 def _out_of_place(target: Any) -> Any:

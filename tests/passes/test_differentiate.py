@@ -230,6 +230,49 @@ def test_backward_formulas_that_write_in_place() -> None:
         assert all(torch.equal(x, y) for x, y in zip(grads, found, strict=True) if x is not None)
 
 
+def spectra(x: Tensor, w: Tensor) -> Tensor:
+    f = torch.fft.rfft(x * w, dim=1)
+    back = torch.fft.irfft(f * f.conj(), n=x.shape[1], dim=1)
+    return back + torch.fft.rfftn(x + w, dim=(0, 1)).abs().sum() + torch.fft.fft(f, dim=0).real.square().sum()
+
+
+class WritesTwice(torch.autograd.Function):
+    """Its backward fills new zeros piece by piece, one through a view of a view."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.save_for_backward(w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor]:
+        (w,) = ctx.saved_tensors
+        made, first = torch.zeros_like(g), g * w
+        made[1:].copy_(first[1:])
+        made[1:].select(0, 0).mul_(3)
+        made[:1, 1:].add_(first[:1, 1:])
+        return made, made.exp()
+
+
+@fx.wrap
+def writes_twice(x: Tensor, w: Tensor) -> Tensor:
+    return WritesTwice.apply(x, w)
+
+
+@pytest.mark.parametrize("forward", [spectra, lambda x, w: writes_twice(x, w)])
+@pytest.mark.parametrize("shape", [(4, 6), (3, 5)])
+def test_backward_formulas_that_write_into_a_piece(forward: Any, shape: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    given = [torch.randn(shape, dtype=torch.float64) for _ in range(2)]
+    for recompute in POLICIES:
+        unit = class_of(forward, "vp", *given, recompute=recompute)
+        tangents = [torch.randn(shape, dtype=torch.float64)]
+        outputs, grads = by_autograd(unit, given, tangents)
+        mine, found = by_graphs(differentiate(unit), given, tangents)
+        assert torch.equal(outputs[0], mine[0])
+        assert all(torch.equal(x, y) for x, y in zip(grads, found, strict=True) if x is not None)
+
+
 # -- what is lifted, what is refused ---------------------------------------------------------------------------------
 
 

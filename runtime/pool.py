@@ -34,7 +34,7 @@ T = TypeVar("T")
 GRACE = 1.0  # seconds that the other ranks get to answer once one has failed
 GROUP_SHARE = 0.8  # of the timeout: a collective gives up earlier than the pool, so that ranks that only waited say so
 _DEAD = object()  # in place of an answer, which may be None
-START = 60.0  # seconds for the ranks to start, torch's import in the server process included
+START = 60.0  # seconds that ranks get at least to start, torch's import in the server process included
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class RankPool:
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
-        self._collect("start", START)
+        self._collect("start", max(START, self.timeout))
 
     def _collect(self, what: str, timeout: float) -> list[Any]:
         """The answers of all ranks; else end the ranks (unless all failed alike) and raise for the one to blame."""
@@ -231,7 +231,7 @@ def _serve(connection: Connection, rank: int, world_size: int, port: int, timeou
     torch.set_num_threads(1)
     if "lo" in (name for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=START))
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=max(START, timeout)))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout))
     try:
         _reply(connection, "ready")

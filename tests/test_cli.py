@@ -75,14 +75,20 @@ def compiled(monkeypatch):
     plan = Plan(
         ModelId("sha256:ab", "MLP"), ClusterId(ranks_per_node=2), (PlanAxis("tp", 2, "host", 1, ("tp",)),), {"tp": 2}
     )
-    found = types.SimpleNamespace(calls=[], plan=plan, answers={}, search=None)
+    found = types.SimpleNamespace(calls=[], plan=plan, answers={}, search=None, emitted=[])
 
     def compile(model, cluster, **options):
         found.calls.append((model, cluster, options))
         answer = found.answers.get(options["pins"].text(), plan)
         if isinstance(answer, BaseException):
             raise answer
-        return types.SimpleNamespace(detailed_plan=lambda: answer, plan=answer, search=found.search, captured=None)
+        return types.SimpleNamespace(
+            detailed_plan=lambda: answer,
+            plan=answer,
+            search=found.search,
+            captured=None,
+            save_source=found.emitted.append,
+        )
 
     monkeypatch.setitem(vars(autopar), "compile", compile)
     return found
@@ -261,6 +267,16 @@ def test_plan_saves_the_search(compiled, tmp_path, capsys):
     compiled.search = Saved((Record(Candidate(((2, 1),), 1), "roofline", 2.0),), 8.0)
     assert main(["plan", MLP, "--ranks", "2", "--json", "--problem", str(tmp_path / "search.npz")]) == 0
     assert load(tmp_path / "search.npz").records[0].bound == 2.0
+
+
+def test_plan_emits_the_program(compiled, tmp_path, capsys):
+    folder = str(tmp_path / "program")
+    assert main(["plan", MLP, "--ranks", "2", "--emit", folder]) == 0
+    assert compiled.emitted == [folder] and f"written to {folder}" in capsys.readouterr().out
+    for wrong in (tmp_path / "none" / "program", Path(__file__)):
+        assert main(["plan", MLP, "--ranks", "2", "--emit", str(wrong)]) == 2
+        assert f"--emit {wrong}: not a folder" in capsys.readouterr().err
+    assert len(compiled.calls) == 1
 
 
 def test_plan_on_another_cluster(compiled):

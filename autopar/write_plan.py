@@ -16,6 +16,7 @@ from torch import fx
 from autopar.capture import Capture
 from autopar.cluster import Cluster
 from autopar.names import axis_names, displays, sizes_by_name
+from autopar.passes.calls import call_key
 from autopar.passes.complete_layouts import needs_change
 from autopar.passes.completion import is_op
 from autopar.passes.facts import fact, value
@@ -68,7 +69,7 @@ def plan_of(
     units = units or ranges(gm, frozenset(captured.parameters))
     kinds, classes = _classes(gm, units, [recompute] * len(units) if isinstance(recompute, str) else recompute)
     nodes = {str(n.target): n for n in gm.graph.nodes if n.op == "get_attr" and str(n.target) in captured.parameters}
-    rests = _rests(nodes)
+    rests, unruled = _rests(nodes), _unruled(gm)
     return Plan(
         model=ModelId(captured.hash, captured.model_name, captured.checked == "equal", captured.hints),
         cluster=ClusterId(cluster.name, cluster.nodes, cluster.ranks_per_node, cluster.device),
@@ -86,7 +87,7 @@ def plan_of(
         precision=captured.precision,
         padding=_padding(nodes, rests, mesh),
         rng=Rng("counter" if any(draws(n.target) for n in gm.graph.nodes) else "none"),
-        predicted=Predicted(fallback=_without_rule(gm), probed=_probed(gm)),
+        predicted=Predicted(fallback=_without_rule(unruled), probed=_probed(unruled)),
     )
 
 
@@ -207,10 +208,14 @@ def _padding(nodes: Mapping[str, fx.Node], rests: Mapping[str, Layout], mesh: Me
     return tuple(found)
 
 
-def _without_rule(gm: fx.GraphModule) -> tuple[str, ...]:
-    unruled = [n for n in ops_of(gm) if n.all_input_nodes and rule_of(n) is None]
-    return tuple(sorted({f"{n.target}: {probed(n).why}" for n in unruled if probed(n).why}))
+def _unruled(gm: fx.GraphModule) -> list[fx.Node]:
+    """Ops without a rule, one of equal calls."""
+    return [n for n in {call_key(n): n for n in reversed(ops_of(gm))}.values() if rule_of(n) is None]
 
 
-def _probed(gm: fx.GraphModule) -> tuple[str, ...]:
-    return tuple(sorted({str(n.target) for n in ops_of(gm) if rule_of(n) is None and not probed(n).why}))
+def _without_rule(unruled: Sequence[fx.Node]) -> tuple[str, ...]:
+    return tuple(sorted({f"{n.target}: {probed(n).why}" for n in unruled if n.all_input_nodes and probed(n).why}))
+
+
+def _probed(unruled: Sequence[fx.Node]) -> tuple[str, ...]:
+    return tuple(sorted({str(n.target) for n in unruled if not probed(n).why}))

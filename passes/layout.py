@@ -97,20 +97,28 @@ class Axis:
     def is_time(self) -> bool:
         return bool(self.rows)
 
+    @cached_property
+    def batch(self) -> int:
+        """Rows of all microbatches."""
+        return sum(self.rows)
+
+    @cached_property
+    def lengths(self) -> tuple[int, ...]:
+        """The different rows of a microbatch."""
+        return tuple(dict.fromkeys(self.rows))
+
     def divides(self, length: int) -> bool:
         """Whether every coordinate of this axis gets a whole, even (for time: proportional) piece of ``length``."""
         if self.is_time:
-            total = sum(self.rows)
-            return all(length * r % total == 0 and length * r > 0 for r in self.rows)
+            return all(length * r % self.batch == 0 and length * r > 0 for r in self.lengths)
         return length % self.size == 0 and length > 0
 
     def cut(self, start: int, length: int, coordinate: int, items: int = 0) -> tuple[int, int]:
         """The (start, length) that ``coordinate`` keeps of a run of so many items (0: every element is one); uneven
         runs are cut as ``torch.chunk`` does."""
         if self.is_time:
-            total = sum(self.rows)
-            lo = length * sum(self.rows[:coordinate]) // total
-            return start + lo, length * self.rows[coordinate] // total
+            lo = length * sum(self.rows[:coordinate]) // self.batch
+            return start + lo, length * self.rows[coordinate] // self.batch
         items = items or length
         step = -(-items // self.size) * (length // items if items else 0)
         lo = min(coordinate * step, length)
@@ -161,6 +169,10 @@ class Mesh:
 
     def without_wires(self) -> Mesh:
         """The same axes, all with neutral wires."""
+        return self._bare
+
+    @cached_property
+    def _bare(self) -> Mesh:
         return Mesh(tuple(replace(a, wire=None) for a in self.axes))
 
     @cached_property
@@ -245,9 +257,11 @@ class Layout:
 
     def with_kind(self, axis: int, kind: str) -> Layout:
         """Replace what ``axis`` holds by ``R``, ``I`` or ``P``; a shard on it is taken off its dim."""
-        dims = tuple(
-            _tidy(replace(s, axes=tuple(a for a in s.axes if a != axis))) if axis in s.axes else s for s in self.dims
-        )
+        dims = self.dims
+        if self.kinds[axis : axis + 1] == "S":
+            dims = tuple(
+                _tidy(replace(s, axes=tuple(a for a in s.axes if a != axis))) if axis in s.axes else s for s in dims
+            )
         return Layout(self.kinds[:axis] + kind + self.kinds[axis + 1 :], dims)
 
     def with_shard(self, axis: int, dim: int, parts: tuple[int, ...] = (), items: int = 0) -> Layout:
@@ -361,13 +375,16 @@ def cuts_evenly(length: int, split: Split, mesh: Mesh) -> bool:
     """Whether all pieces of a dim of this length are equal (proportional over time)."""
     if not split.axes:
         return True
-    for part in (split.items,) if split.items else split.parts or (length,):
-        space = math.prod(mesh.axes[a].size for a in split.axes if not mesh.axes[a].is_time)
-        rows = next((mesh.axes[a].rows for a in split.axes if mesh.axes[a].is_time), (1,))
-        for r in rows:
-            if part * r % (sum(rows) * space) or not part * r:
-                return False
-    return True
+    pieces = math.prod(mesh.axes[a].size for a in split.axes if not mesh.axes[a].is_time)
+    rows, batch = cut_in_time(split, mesh)
+    parts = (split.items,) if split.items else split.parts or (length,)
+    return all(part * r % (batch * pieces) == 0 and part * r > 0 for part in parts for r in rows)
+
+
+def cut_in_time(split: Split, mesh: Mesh) -> tuple[tuple[int, ...], int]:
+    """Where time is among the axes of a cut the different rows of a microbatch, and those of all; else one of one."""
+    time = next((mesh.axes[a] for a in split.axes if mesh.axes[a].is_time), None)
+    return ((1,), 1) if time is None else (time.lengths, time.batch)
 
 
 __all__ = [
@@ -382,6 +399,7 @@ __all__ = [
     "Mesh",
     "Split",
     "Wire",
+    "cut_in_time",
     "cuts_evenly",
     "neutral",
     "parts_before",

@@ -16,7 +16,7 @@ from torch import fx
 
 from autopar.passes.calls import call_key
 from autopar.passes.facts import Choice, Strategy, Value, fact, operand_nodes, value
-from autopar.passes.layout import WHOLE, Axis, Layout, Mesh, Split, cuts_evenly
+from autopar.passes.layout import WHOLE, Axis, Layout, Mesh, Split, cut_in_time, cuts_evenly
 from autopar.passes.probe import probed, scale_literals
 from autopar.passes.rules.core import LOCALIZE, Dim, Dims, Rule, Special, Word, rule_of
 
@@ -223,12 +223,12 @@ def fills(length: int, split: Split, mesh: Mesh) -> bool:
     if cuts_evenly(length, split, mesh):
         return True
     space = [mesh.axes[a] for a in split.axes if not mesh.axes[a].is_time]
-    rows = next((mesh.axes[a].rows for a in split.axes if mesh.axes[a].is_time), (1,))
+    rows, batch = cut_in_time(split, mesh)
     lengths = [(n, r) for n in (split.items, *(split.parts or (length,))) if n for r in rows]
-    if len(space) != 1 or any(n * r % sum(rows) for n, r in lengths):
+    if len(space) != 1 or any(n * r % batch for n, r in lengths):
         return False
     pieces = lengths[: len(rows)] if split.items else lengths
-    return bool(pieces) and all(space[0].fills(n * r // sum(rows)) for n, r in pieces)
+    return bool(pieces) and all(space[0].fills(n * r // batch) for n, r in pieces)
 
 
 def _items(node: fx.Node, mesh: Mesh, chosen: Sequence[Choice]) -> dict[str, int] | None:
@@ -275,7 +275,7 @@ def share(node: fx.Node, choice: Choice, axis: Axis) -> float:
     if choice.kind not in ("factor", "special"):
         return 1.0
     if axis.is_time:
-        return max(axis.rows) / sum(axis.rows)
+        return max(axis.lengths) / axis.batch
     if choice.kind == "special":
         words = special_of(node, choice.name).operands
         cuts = [_cut_by(w, value(n).shape) for n, w in zip(operand_nodes(node), words) if not isinstance(w, str)]

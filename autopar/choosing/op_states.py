@@ -154,13 +154,11 @@ def _best(keys: Index, costs: Array) -> Index:
     """Of states with equal keys those that no other one beats or equals in everything; in order."""
     _, groups = np.unique(keys, axis=0, return_inverse=True)
     groups = groups.reshape(-1)
-    keep = []
-    for k in range(len(groups)):
-        rivals = np.flatnonzero(groups == groups[k])
+    order = np.argsort(groups, kind="stable")
+    kept = np.ones(len(groups), bool)
+    for rivals in np.split(order, np.flatnonzero(np.diff(groups[order])) + 1):
         if len(rivals) > 1:
-            no_worse = (costs[rivals] <= costs[k]).all(1)
-            equal = (costs[rivals] == costs[k]).all(1)
-            if (no_worse & (~equal | (rivals < k))).any():
-                continue
-        keep.append(k)
-    return np.array(keep, np.int64)
+            no_worse = (costs[rivals, None] <= costs[rivals]).all(-1)  # [rival, state]
+            equal = no_worse & no_worse.T
+            kept[rivals] = ~(np.triu(no_worse, 1) | (no_worse & ~equal)).any(0)
+    return np.flatnonzero(kept)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from math import prod
 
 import numpy as np
@@ -170,14 +171,19 @@ class Elimination:
     def _order(self, variables: Sequence[int], live: set[int]) -> tuple[_Step, ...]:
         """Greedily the variable whose elimination makes the smallest product; ties by place."""
         cost = {v: self._cost(v, live) for v in variables}
+        heap = [(c, v) for v, c in cost.items()]
+        heapify(heap)
         steps = []
         while cost:
-            v = min(cost, key=lambda x: (cost[x], x))
+            c, v = heappop(heap)
+            if cost.get(v) != c:  # of before a neighbour went
+                continue
             del cost[v]
             near = {w for i in self._over[v] if i in live for w in self.scopes[i].variables} - {v}
             steps.append(self._eliminate(v, live))
             for w in near & cost.keys():
                 cost[w] = self._cost(w, live)
+                heappush(heap, (cost[w], w))
         return tuple(steps)
 
     def _cost(self, variable: int, live: set[int]) -> int:

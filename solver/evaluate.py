@@ -132,6 +132,10 @@ class Evaluation:
         """The assignment of least ``weights @ resources`` among those without a transient above ``high`` bytes."""
         return Point(self, weights, high).outcome()
 
+    def bound(self, weights: Array, high: float = np.inf) -> float:
+        """The value of `least` alone."""
+        return Point(self, weights, high).value()
+
     def transients(self) -> Array:
         """Every size of a transient that occurs, ascending."""
         return np.unique(np.concatenate([self._shared.transient, *(c.rows.transient for c in self._classes)]))
@@ -203,6 +207,10 @@ class Point:
         shared = of._top.decode(every, {})
         patterns = [self.between(u.kind, tuple(shared[b] for b in u.borders)) for u in of.problem.units]
         return of.outcome(of._top.value(every), shared, patterns)
+
+    def value(self) -> float:
+        """The whole problem's least, without what reaches it."""
+        return self._of._top.value(self.top())
 
     def top(self) -> list[Array]:
         """The tables over shared variables: given and made."""

@@ -122,7 +122,7 @@ def lower_bound(problem: Problem, multipliers: Iterable[Multipliers], evaluation
     needed = sizes[sizes >= evaluation.least_transient()]
     if not every or not all(any(m.low <= size <= m.high for m in every) for size in needed):
         return 0.0
-    return min(m.bound(evaluation.least(m.weights(), m.high).value, problem.memory_limit) for m in every)
+    return min(m.bound(evaluation.bound(m.weights(), m.high), problem.memory_limit) for m in every)
 
 
 def one_bound(evaluation: Evaluation, multipliers: Iterable[Multipliers]) -> tuple[float, tuple[Multipliers, ...]]:
@@ -130,7 +130,7 @@ def one_bound(evaluation: Evaluation, multipliers: Iterable[Multipliers]) -> tup
     again: over every transient of this one."""
     first = next(iter(multipliers))
     m = replace(first, low=evaluation.least_transient(), high=inf)
-    return m.bound(evaluation.least(m.weights()).value, evaluation.problem.memory_limit), (m,)
+    return m.bound(evaluation.bound(m.weights()), evaluation.problem.memory_limit), (m,)
 
 
 def free_bound(evaluation: Evaluation, multipliers: Iterable[Multipliers]) -> tuple[float, tuple[Multipliers, ...]]:

@@ -198,10 +198,11 @@ def search(
     waiting, aside = run.sift(tuple(candidates)), list[Candidate]()
     deterministic = True
     while waiting:
-        waiting.sort(key=run.rank)
-        if run.hopeless(waiting[0]) or (run.has_plan and not may_pose(waiting[0])):
-            aside.append(waiting.pop(0))
-            continue
+        past = {c: run.hopeless(c) or (run.has_plan and not may_pose(c)) for c in waiting}
+        aside += [c for c in waiting if past[c]]
+        waiting = sorted((c for c in waiting if not past[c]), key=run.rank)
+        if not waiting:
+            break
         if run.work["posed"] >= min(work_limit, inf if run.has_plan else in_vain):
             break
         if run.has_plan and effort.is_over:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -56,6 +56,7 @@ OWNERS = (
 """Whose bytes are. ``gathered``: weights in the layout in which units read them; ``saved``: by forward for backward;
 ``values``: between units, and their gradients; ``working``: inside a unit; ``sent``: on the way to or from the wire."""
 
+T = TypeVar("T")
 MOST_RUN = 3  # microbatches: the first, one like all between, and the last
 
 
@@ -240,10 +241,11 @@ class _Replayed(Dry):
         if pipeline is None and count > MOST_RUN:
             count = MOST_RUN
             self.pipeline = alone(locals[0], count)
-        if len(self.rows) > count:
-            self.rows = (*self.rows[: count - 1], self.rows[-1])
+            self.rows = tuple(_few(self.rows, count))
         with ledger.of("inputs"):
-            self.batch = super()._inputs()
+            self.every = super()._inputs()  # of microbatches that are not run, too
+        self.rows = tuple(_few(self.rows, count))
+        self.batch = Batch(_few(self.every.pieces, count), self.every.whole)
 
     def _transport(self) -> Transport:
         return _Wire(self.ledger, self.at, len(self.pipeline.schedule))
@@ -267,6 +269,11 @@ class _Replayed(Dry):
         wanted = [u.trainable for u in uses]
         calls = [call.fqn for call in next(iter(stage.units.values())).program.calls]
         return _Weights(stage.ways, uses, rests, wanted, letters, ledger=self.ledger, calls=calls)
+
+
+def _few(every: Sequence[T], count: int) -> list[T]:
+    """So many of a list at most, with its last."""
+    return [*every[: count - 1], every[-1]] if len(every) > count else [*every]
 
 
 class _Wire:

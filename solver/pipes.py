@@ -17,8 +17,10 @@ MOST_STAGES = 128
 """More are not tried."""
 VIRTUAL = (2, 4)
 """Stages of a rank that are tried under interleaved 1F1B."""
+MORE = 4
+"""Microbatches that, beyond those in flight, show all that an alternating schedule keeps at once."""
 ROUNDS = 3
-"""Times as many microbatches as stages show how many are in flight."""
+"""Times the ranks: microbatches that show it where ranks have several stages."""
 IN_SIMULATOR = {"zero_bubble": "zb-h1"}
 """What the simulator calls a schedule, where that is another name."""
 
@@ -87,13 +89,13 @@ def flying(pipe: Pipe, microbatches: int) -> tuple[int, ...]:
 
 
 def enough(schedule: str, ranks: int, virtual: int, microbatches: int) -> int:
-    """Microbatches that show what a schedule keeps at once: where forward and backward alternate, a few rounds.
+    """Microbatches that show what a schedule keeps at once: where forward and backward alternate, until all ranks do.
 
     >>> enough("1f1b", 4, 1, 64), enough("gpipe", 4, 1, 64), enough("interleaved", 4, 2, 63)
-    (12, 64, 63)
+    (8, 64, 63)
     """
     alternates = schedule not in ("gpipe", "custom") and (virtual == 1 or microbatches % ranks == 0)
-    return min(microbatches, ROUNDS * ranks * virtual) if alternates else microbatches
+    return min(microbatches, ranks + MORE if virtual == 1 else ROUNDS * ranks) if alternates else microbatches
 
 
 @lru_cache(maxsize=4096)

@@ -202,6 +202,23 @@ def test_microbatches_in_flight_take_memory():
     assert gpipe.predicted.peak_mem_gib == pytest.approx(worst / 2**30)
 
 
+@pytest.mark.parametrize("pins", ["pp=2 dp=2 zero=2", "pp=2 dp=2 schedule=zero_bubble", "pp=2 vp=2 dp=2"])
+def test_few_microbatches_have_the_peak_of_all(pins, monkeypatch):
+    ids = torch.zeros(48, 4, dtype=torch.int64)
+
+    def predicted():
+        plan = autopar.compile(Chain(), Cluster.local(4), args=(ids, ids), pins=f"{pins} microbatches=24").plan
+        return plan.predicted
+
+    few = predicted()
+    monkeypatch.setattr(predict_stages, "enough", lambda name, ranks, virtual, microbatches: microbatches)
+    every = predicted()
+    assert (few.step_time_s, few.peak_mem_gib, few.peak_at) == (every.step_time_s, every.peak_mem_gib, every.peak_at)
+    for one, other in zip(few.stages, every.stages, strict=True):
+        assert 0 <= other.peak_bytes - one.peak_bytes <= 24 * 4  # the losses
+        assert {**one.owners, "values": 0} == {**other.owners, "values": 0}
+
+
 def test_every_schedule_is_predicted(tmp_path):
     assert {letter for rank in chain("pp=2 microbatches=4 schedule=zero_bubble").orders() for letter, *_ in rank} == {
         *"FIW"

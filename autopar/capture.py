@@ -124,7 +124,7 @@ def capture(
             graph.
         global_batch: rows of the graph; default: those of the examples.
         batch_dims: input name or path to 0 or None (no batch). By default dim 0 is the batch wherever it equals that
-            of the first tensor input.
+            of the first tensor input; where that cannot be, a multiple of it may be (patches: equally many each row).
         loss: makes the loss where the model returns none, a 0-d float tensor. Keyword inputs that forward does not
             take go to it alone: ``loss(output, **those)``. Without such it is called ``loss(output)`` where it has one
             required parameter, else ``loss(output, *args, **kwargs)``. A model returns its loss as a scalar, as
@@ -161,6 +161,7 @@ def capture(
     call = Call(model, signature, loss, loss_required, cast_to(asked))
     judged = check and signature.real and not any(t.is_meta for t in (*model.parameters(), *model.buffers()))
     call, (whole, rows, other) = _export(call, batch, judged, _whole)
+    signature = call.signature
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     if judged:
         attributes = {**whole.constants, **buffers, **parameters}
@@ -194,16 +195,22 @@ def capture(
 
 
 def _export(call: Call, batch: int, judged: bool, whole: bool) -> tuple[Call, tuple[Exported, int, Exported]]:
-    """The call by the first of its `Ways` that succeeds, and what `_export_whole` gives."""
+    """The call by the first of its `Ways` that succeeds, and what `_export_whole` gives. Where other rows are what
+    fails, inputs that may be lists of places of the rows are tried as such."""
     valued = call.signature.real and not any(t.is_meta for t in (*call.model.parameters(), *call.model.buffers()))
+    lists, start = call.signature.with_lists(), call
     while True:
         exports = None
         try:
             if call.ways.plain and not whole:
                 exports = _export_repeats(call, batch, judged)
             exports = exports or _export_whole(call, batch)
-        except Failed as error:
-            if not valued:
+        except AutoparError as error:
+            if lists is not None and not (isinstance(error, Failed) and error.values):
+                again, lists = replace(start, signature=lists), None
+                with contextlib.suppress(AutoparError):
+                    return _export(again, batch, judged, whole)
+            if not valued or not isinstance(error, Failed):
                 raise
             call = replace(call, ways=call.ways.next(call.model, error))
             continue
@@ -221,6 +228,9 @@ def _export_repeats(call: Call, batch: int, judged: bool) -> tuple[Exported, int
     short = export_short(call, batch)
     if short is None:
         return None
+    if batch == 1:
+        alone = short.unrolled()
+        return None if alone is None else (alone, batch, alone)
     rows = _another(batch)
     other = export_short(call, rows, short.repeats) or export_short(call, rows := 2 * batch, short.repeats)
     if other is None or not _same_program(short.exported.graph, other.exported.graph):
@@ -231,8 +241,11 @@ def _export_repeats(call: Call, batch: int, judged: bool) -> tuple[Exported, int
 
 
 def _export_whole(call: Call, batch: int) -> tuple[Exported, int, Exported]:
-    """The export at ``batch`` rows, another number of rows and the export with so many."""
+    """The export at ``batch`` rows, another number of rows and the export with so many; of one row, which no plan
+    cuts, the same again."""
     whole = export_model(call, batch)
+    if batch == 1:
+        return whole, batch, whole
     rows, other = _export_at_another(call, batch)
     _refuse_other_program(whole.graph, other.graph, batch)
     return whole, rows, other

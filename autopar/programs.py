@@ -202,7 +202,8 @@ class Programs(Initialised):
             options |= {"loss": None, "loss_required": False, "global_batch": None}
         elif self._ready[True]:
             known = self._ready[True][0].captured.inputs
-            options |= {"global_batch": None, "batch_dims": {i.name: 0 if i.batch else None for i in known}}
+            told = {i.name: 0 if i.batch else None for i in known if i.each == 1}
+            options |= {"global_batch": None, "batch_dims": told}
         if self._inputs == "local" and options["global_batch"] is None:
             examples = Signature.of(model, args, kwargs, options["batch_dims"] or {}, options["loss"] is not None)
             options["global_batch"] = examples.rows * self._data_ranks()

@@ -36,17 +36,26 @@ CONSTANTS = (
 @dataclass(frozen=True)
 class InputSpec:
     """One tensor input. ``name``: its placeholder; ``path``: as the user gave it, ``args[0]`` or ``kwargs['labels']``;
-    ``batch``: whether dim 0 is the batch."""
+    ``batch``: whether dim 0 is the batch, with ``each`` places for each row (the patches of an image)."""
 
     name: str
     path: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     batch: bool
+    each: int = 1
+    told: bool = False  # by the user
 
     def at(self, rows: int) -> InputSpec:
         """The same input with ``rows`` rows, where dim 0 is the batch."""
-        return replace(self, shape=(rows, *self.shape[1:])) if self.batch else self
+        return replace(self, shape=(rows * self.each, *self.shape[1:])) if self.batch else self
+
+    def taken(self, tensor: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """These rows of a tensor whose dim 0 is the batch, ``order``: their numbers."""
+        rows = order.to(tensor.device)
+        if self.each == 1:
+            return tensor[rows]
+        return tensor.reshape(-1, self.each, *tensor.shape[1:])[rows].flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -109,8 +118,14 @@ class Signature:
         """Copies of the first ``rows`` rows of the examples, repeated where there are fewer."""
         order = torch.arange(rows) % self.rows
         return tuple(
-            t[order.to(t.device)] if s.batch else t.clone() for s, t in zip(self.inputs, self.examples, strict=True)
+            s.taken(t, order) if s.batch else t.clone() for s, t in zip(self.inputs, self.examples, strict=True)
         )
+
+    def with_lists(self) -> Signature | None:
+        """The same where dim 0 of inputs without a batch may be places of its rows, equally many of each; None where
+        there is no such input."""
+        inputs = tuple(_listed(s, self.rows) for s in self.inputs)
+        return None if inputs == self.inputs else replace(self, inputs=inputs)
 
     def unflatten(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, Any]]:
         """Positional and keyword arguments of forward, and keywords that only the loss takes."""
@@ -225,10 +240,17 @@ def _with_batch(specs: list[InputSpec], batch_dims: Mapping[str, int | None]) ->
             raise AutoparError(
                 f"{s.path}: has shape {s.shape}, {first.path} has {rows} rows. Give all batch inputs the same rows."
             )
-        done.append(replace(s, batch=batch))
+        done.append(replace(s, batch=batch, told=told[s.name] != "rule"))
     if rows < 1:
         raise AutoparError(f"{first.path}: has no rows. Give at least one.")
     return tuple(done), rows
+
+
+def _listed(spec: InputSpec, rows: int) -> InputSpec:
+    length = spec.shape[0] if spec.shape else 0
+    if spec.batch or spec.told or not length or length % rows or rows < 2:
+        return spec
+    return replace(spec, batch=True, each=length // rows)
 
 
 def _names(spec: InputSpec) -> tuple[str, ...]:
@@ -255,7 +277,8 @@ def _checked(where: str, leaf: Any, spec: InputSpec, rows: int | None) -> torch.
         raise AutoparError(f"{where}: is {_short(leaf)} (at capture it was a tensor). Pass a tensor.")
     want = tuple(leaf.shape) if rows is None else spec.at(rows).shape
     if tuple(leaf.shape) != want:
-        more = f" ({rows} rows of the batch)" if spec.batch else ""
+        places = f", {spec.each} places each" if spec.each > 1 else ""
+        more = f" ({rows} rows of the batch{places})" if spec.batch else ""
         raise AutoparError(
             f"{where}: has shape {tuple(leaf.shape)}, the captured graph takes {want}{more}. Pass that shape."
         )

@@ -244,7 +244,7 @@ class Subject:
             return self._run64("permuted", self.inputs, "adamw", _last_bit())
         order = torch.randperm(self.captured.batch, generator=torch.Generator().manual_seed(1))
         pairs = zip(self.captured.inputs, self.inputs, strict=True)
-        return self._run64("permuted", tuple(t[order] if spec.batch else t for spec, t in pairs), "adamw")
+        return self._run64("permuted", tuple(spec.taken(t, order) if spec.batch else t for spec, t in pairs), "adamw")
 
     @cached_property
     def truth(self) -> Run:
@@ -487,7 +487,7 @@ def _rows(captured: Capture) -> tuple[Tensor, ...]:
     tensors = [t.detach().clone() for t in captured.signature.example(captured.batch)]
     for spec, tensor in zip(captured.inputs, tensors, strict=True):
         for start in range(had, captured.batch if spec.batch and tensor.ndim > 1 else 0, had):
-            rows = tensor[start : start + had]
+            rows = tensor[start * spec.each : (start + had) * spec.each]
             rows.copy_(rows.roll(start // had, -1))
     return tuple(tensors)
 

@@ -110,7 +110,10 @@ def _batch(gm: fx.GraphModule) -> tuple[int, frozenset[str]]:
     """Rows of the batch, and the names of the placeholders that have them."""
     shapes = {n.name: tuple(n.meta["val"].shape) for n in gm.graph.find_nodes(op="placeholder") if is_tensor(n)}
     named = gm.meta.get("batch_inputs")
-    first = next((s[0] for n, s in shapes.items() if s and (named is None or n in named)), 0)
+    lengths = [s[0] for n, s in shapes.items() if s and (named is None or n in named)]
+    first = (
+        (lengths[0] if named is None else min(lengths)) if lengths else 0
+    )  # of a list of places each row has several
     names = {n for n, s in shapes.items() if s and s[0] == first} if named is None else set(named)
     return first, frozenset(names)
 

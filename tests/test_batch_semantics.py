@@ -11,15 +11,20 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from stacked_judge import StackedJudge
 from torch import Tensor, nn
 
 from autopar.capture import capture
+from autopar.choosing.plan_training import plan_training
+from autopar.cluster import Cluster
+from autopar.divided import divided
 from autopar.errors import AutoparError
 from autopar.passes.complete_layouts import complete_layouts
 from autopar.passes.facts import fact
 from autopar.passes.layout import Axis, Mesh
 from autopar.passes.lower import Lowerable
 from autopar.passes.split_prologue import copy_graph
+from autopar.pins import Pins
 
 MODELS = Path(__file__).with_name("batch_models.py")
 FACTORIES = re.findall(r"^@(batch|whole)\ndef (\w+)", MODELS.read_text(), re.MULTILINE)
@@ -102,3 +107,48 @@ def test_ctc_is_captured_whatever_its_labels_are() -> None:
 def test_counters_of_batch_norm_count_a_step_once(judge_of: Judges) -> None:
     buffers = judge_of(f"{MODELS}:batch_norm_1d_of_sequences_cumulative").reference.buffers
     assert buffers["norm.num_batches_tracked"] == 1
+
+
+class Patched(nn.Module):
+    """Token ids ``[batch, 5]``, and ``[batch * 4, 6]`` patches of the images before them, all in one list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.word, self.out = nn.Linear(6, 8), nn.Embedding(11, 8), nn.Linear(8, 11)
+
+    def forward(self, patches: Tensor, ids: Tensor) -> Tensor:
+        x = self.embed(patches).tanh().view(len(ids), 4, 8)
+        h = torch.cat([x, self.word(ids)], 1)
+        h = h + nn.functional.scaled_dot_product_attention(h, h, h)
+        return nn.functional.cross_entropy(self.out(h)[:, 4:].flatten(0, 1), ids.flatten())
+
+
+def patched(rows: int) -> dict[str, Tensor]:
+    return {"ids": torch.randint(11, (rows, 5)), "patches": torch.randn(rows * 4, 6)}
+
+
+def test_a_list_of_places_of_the_rows_is_cut_as_they_are() -> None:
+    model = Patched()
+    of = StackedJudge(model, (), patched(8))
+    assert [(i.name, i.batch, i.each) for i in of.captured.inputs] == [("ids", True, 1), ("patches", True, 4)]
+    of.eager()
+    for pins in ({"dp": 4}, {"dp": 2, "microbatches": 2}):
+        of.pinned(**pins)
+    made = plan_training(of.captured, Pins(dp=2), Cluster.local(ranks=2), {})
+    assert [share.flops for share in divided(made.plan, made.prepared).values()] == [0.5]
+    StackedJudge(model, (), patched(5)).along(made.plan)
+    with pytest.raises(AutoparError, match="8 rows of the batch, 4 places each"):
+        of.captured.flatten_inputs((), {**patched(8), "patches": torch.randn(24, 6)})
+
+
+def test_one_row_may_take_a_way_of_its_own() -> None:
+    class Packed(Patched):
+        def forward(self, patches: Tensor, ids: Tensor) -> Tensor:
+            return super().forward(patches if len(ids) > 1 else patches.roll(1, 0), ids)
+
+    model = Packed()
+    of = StackedJudge(model, (), patched(1))
+    of.eager()
+    of.pinned(tp=2)
+    with pytest.raises(AutoparError, match="dp=2 does not divide the batch of 1 row"):
+        of.pinned(dp=2)

@@ -4,7 +4,7 @@ For each model and some plans the first batch is planned; each of the changes dr
 captured anew (and held against eager), the plan is carried over, and a step of all ranks, run in one process, has to
 give the loss, gradients and buffers of one process in float64 at that batch. Prints a row a change and, by model, how
 many were equal, equal but planned anew, and refused with their lines. Exit code 1 where one is wrong.
-``--changes 20``, ``--models bert`` and ``--minutes 10`` run a part.
+``--changes 20``, ``--after 77``, ``--models bert`` and ``--minutes 10`` run a part.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ def main() -> int:
     """Run the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--changes", type=int, default=200)
+    parser.add_argument("--after", type=int, default=0, help="draw so many changes without running them")
     parser.add_argument("--models", default=",".join(SUBJECTS))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no change after so long")
@@ -135,6 +136,8 @@ def main() -> int:
         name = names[number % len(names)]
         subject = SUBJECTS[name]
         pins, shape = draw.choice(subject.plans), (draw.randint(1, MOST_ROWS), draw.choice(subject.lengths))
+        if number < options.after:
+            continue
         torch.manual_seed(number)
         if name not in models:
             models[name] = subject.build().train()

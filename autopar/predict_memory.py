@@ -93,8 +93,9 @@ def predict_rank(
     """The same of a rank with several stages, or with one of a pipeline: see `dry_run._Dry`. With ``pipeline`` every
     microbatch of its schedule is run."""
     units = [units_of(local) for local in locals]
+    parted = pipeline is not None and any(letter == "W" for letter, _, _ in pipeline.schedule[at])
     for unit in (u for each in units for run in each.values() for u in run.units):
-        _graphs(unit)  # traced and walked before anything is counted
+        _graphs(unit, parted)  # traced and walked before anything is counted
     for local in locals:
         if local.prologue is not None:
             walk_of(local.prologue)
@@ -382,9 +383,12 @@ def walk_of(graph: fx.GraphModule) -> Walk:
     return _WALKS[graph]
 
 
-def _graphs(unit: Unit) -> None:
-    made = unit.made if isinstance(unit, Explicit) else None
-    for graph in (unit.kind.graph,) if made is None else (made.forward, made.backward):
+def _graphs(unit: Unit, parted: bool) -> None:
+    graphs: list[fx.GraphModule | None] = [unit.kind.graph]
+    if isinstance(unit, Explicit):
+        parts = (unit._parted.inputs, unit._parted.weights) if parted else ()
+        graphs = [unit.made.forward, *((p.graph for p in parts if p) if parted else (unit.made.backward,))]
+    for graph in graphs:
         if graph is not None:
             walk_of(graph)
 

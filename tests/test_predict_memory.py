@@ -10,12 +10,13 @@ import torch
 from peaks import held, turns_off
 
 import autopar
+from autopar import predict_stages
 from autopar.build import apply
 from autopar.cluster import Cluster
 from autopar.models import mlp
 from autopar.models.llama import Llama, LlamaConfig
 from autopar.passes.lower import lower, with_changes
-from autopar.predict_memory import predict_memory
+from autopar.predict_memory import predict_memory, predict_rank
 from autopar.runtime.pool import RankPool
 
 MIB = 2**20
@@ -94,12 +95,32 @@ def test_full_recomputation_keeps_the_borders_of_units():
     assert none.most["saved"] > 15 * border
 
 
-def test_the_peaks_of_a_pipeline_are_about_those_of_real_ranks(pool):
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_the_peaks_of_a_pipeline_are_about_those_of_real_ranks(pool, schedule):
     """Stages hold as many microbatches as their schedule has in flight; predicted is a little more than there is."""
     model, args = llama()
-    plan = autopar.compile(model, Cluster.local(2), args=args, pins={"pp": 2, "microbatches": 4}).plan
+    pins = {"pp": 2, "microbatches": 4, "schedule": schedule}
+    plan = autopar.compile(model, Cluster.local(2), args=args, pins=pins).plan
     for stage, real in zip(plan.predicted.stages, pool.run(held, llama, plan), strict=True):
         assert -0.02 < stage.peak_bytes / real.peak - 1 < 0.15
+
+
+def test_the_first_prediction_of_a_class_counts_no_tracing(monkeypatch):
+    """Parts of a backward that are traced when first asked for are no work of the step."""
+    found = []
+
+    def noted(*args):
+        found.append(predict_rank(*args))
+        return found[-1]
+
+    monkeypatch.setattr(predict_stages, "predict_rank", noted)
+    model, args = llama(width=352)  # classes of no other test
+    for _ in range(2):
+        autopar.compile(
+            model, Cluster.local(2), args=args, pins={"pp": 2, "microbatches": 4, "schedule": "zero_bubble"}
+        )
+    once = len(found) // 2
+    assert [peak.timeline for peak in found[:once]] == [peak.timeline for peak in found[once:]]
 
 
 def test_memory_does_not_grow(pool):

@@ -21,6 +21,7 @@ from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
 from autopar.passes.cut_stages import cut_stages
 from autopar.passes.divide_work import Keep, Option, Undivided, flops
+from autopar.passes.expert_dims import EXPERTS, experts_of
 from autopar.passes.facts import KEY, Choice, Dtypes, Strategy, annotate, fact, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
@@ -177,6 +178,7 @@ def completed(
         zero=zero,
         divided=divided,
         keep=keep,
+        experts=experts_of(gm, parameters, mesh.axes[mesh.index(EXPERTS)].size) if EXPERTS in named else {},
     )
     return gm, left, _Obliged(along, limits)
 

@@ -2,8 +2,9 @@
 
 An axis that cuts the batch is data parallelism, ``dp_shard`` where a parameter rests in pieces over it that is used
 whole, else ``dp_replicate``; one that cuts the sequence of an attention, or that cuts other rows beside whole weights
-and nothing else, is ``cp``; any other is ``tp``, and ``idle`` where it divides no op. An axis used in several ways has
-all their names, those with the most FLOPs first.
+and nothing else, is ``cp``; one that cuts the batch around experts, and these one from another, is ``ep``; any other is
+``tp``, and ``idle`` where it divides no op. An axis used in several ways has all their names, ``ep`` first, then those
+with the most FLOPs.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ from torch import fx
 from autopar.passes.complete_layouts import Cut, batch_cuts
 from autopar.passes.completion import is_op, result_slots
 from autopar.passes.divide_work import flops
+from autopar.passes.expert_dims import DIM, EXPERTS
 from autopar.passes.facts import Strategy, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Layout, Mesh
 from autopar.passes.sequence import DIVIDE, Along, along_sequence
 
 Use = Literal[
-    "batch", "list", "sequence", "beside", "work"
+    "batch", "list", "sequence", "beside", "work", "experts"
 ]  # list: of all tokens; beside: other rows, the weight whole
 
 
@@ -99,10 +101,11 @@ def _display(
     beside: Use = "sequence" if uses["sequence"] or not uses["work"] else "work"
     listed: Use = "sequence" if uses["sequence"] and not uses["batch"] else "batch"
     names = {"batch": "dp_shard" if _rests_in_pieces(gm, axis) else "dp_replicate", "sequence": "cp", "work": "tp"}
+    names["experts"] = EXPERTS if uses["batch"] or uses["list"] else "tp"
     named: Counter[str] = Counter()
     for use, count in uses.items():
         named[names[{"beside": beside, "list": listed}.get(use, use)]] += count
-    return tuple(sorted(named, key=lambda name: (-named[name], name))) or ("idle",)
+    return tuple(sorted(named, key=lambda name: (name != EXPERTS, -named[name], name))) or ("idle",)
 
 
 def _use(node: fx.Node, found: Strategy, axis: int, cuts: Mapping[fx.Node, Cut], read: set[str], batch: int) -> Use:
@@ -114,7 +117,7 @@ def _use(node: fx.Node, found: Strategy, axis: int, cuts: Mapping[fx.Node, Cut],
         return "list" if any(value(n).shape[cuts[n][0]] > batch for n in along_batch) else "batch"
     if "attention" in str(node.target) and any(layout.dim_of(axis) == layout.ndim - 2 for _, layout in tensors[:2]):
         return "sequence"
-    return "beside" if read == {"whole"} else "work"
+    return "beside" if read == {"whole"} else "experts" if "experts" in read else "work"
 
 
 def _weights(gm: fx.GraphModule) -> set[fx.Node]:
@@ -128,9 +131,10 @@ def _weights(gm: fx.GraphModule) -> set[fx.Node]:
 
 
 def _read(node: fx.Node, found: Strategy, axis: int, weights: Collection[fx.Node]) -> set[str]:
-    """Whether the axis leaves weights that the op reads ``cut``, ``whole``, or both."""
-    pairs = zip(operand_nodes(node), found.operands, strict=True)
-    return {"cut" if layout.kinds[axis] == "S" else "whole" for n, layout in pairs if n in weights}
+    """Whether the axis leaves weights that the op reads ``cut``, ``whole``, or both; cut by ``experts``."""
+    pairs = [(n, x) for n, x in zip(operand_nodes(node), found.operands, strict=True) if n in weights]
+    experts = {"experts" for _, layout in pairs if layout.ndim > 2 and layout.dim_of(axis) == DIM}
+    return {"cut" if layout.kinds[axis] == "S" else "whole" for _, layout in pairs} | experts
 
 
 def _cut(layout: Layout, axis: int) -> Cut | None:

@@ -34,7 +34,7 @@ WORDS = {
     "reduce_dtype": ("fp32", "bf16", "fp16"),
 }
 LAYOUT = "layout."
-HOLDING = ("dp", SEQUENCE, "tp")  # axes of one stage's ranks, over which parameters may rest in pieces
+HOLDING = ("dp", "ep", SEQUENCE, "tp")  # axes of one stage's ranks, over which parameters may rest in pieces
 OWN = ".json"  # how the name of a file ends that lists a schedule of the user's own
 AT_REST = re.compile(r"R|S\d+")  # how a parameter rests on an axis, as its DTensor has it: Replicate() or Shard(dim)
 
@@ -42,8 +42,8 @@ AT_REST = re.compile(r"R|S\d+")  # how a parameter rests on an axis, as its DTen
 @dataclass(frozen=True)
 class Pins:
     """What the user fixed; None (or empty) where nothing was said. ``cp``: ranks of the sequence's own axis; ``sp``:
-    True along the tensor axis, N as ``cp``. ``schedule``: a word of `WORDS`, or the path of a user's own
-    (`autopar.orders`). ``cut``: modules that each begin a new stage.
+    True along the tensor axis, N as ``cp``; ``ep``: ranks that share experts, each with rows of its own. ``schedule``:
+    a word of `WORDS`, or the path of a user's own (`autopar.orders`). ``cut``: modules that each begin a new stage.
 
     ``layouts``: FQN of a parameter, in which ``*`` stands for any text -> how it rests, one word a pinned axis,
     ``{"tp": "S0"}``.
@@ -113,8 +113,9 @@ class Pins:
 
     @property
     def axes(self) -> bool:
-        """Whether they say what the axes are for: ``dp``, ``tp``, ``cp=N`` or a layout is given."""
-        return self.dp is not None or self.tp is not None or self.sequence > 1 or bool(self.layouts)
+        """Whether they say what the axes are for: ``dp``, ``tp``, ``cp=N``, ``ep=N`` or a layout is given."""
+        given = self.dp is not None or self.tp is not None or bool(self.layouts)
+        return given or self.sequence > 1 or (self.ep or 1) > 1
 
     @property
     def in_pieces(self) -> bool:
@@ -158,15 +159,21 @@ class ResolvedPins:
     pp: int = 1
     virtual: int = 1
     words: Words = ()
+    ep: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.dp * self.cp * self.tp * self.pp
+        return self.data_ranks * self.cp * self.tp * self.pp
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks of one stage that have rows of their own."""
+        return self.dp * self.ep
 
     def axes(self) -> tuple[tuple[str, int], ...]:
         """(name, size) of the axes of more than one rank, outermost first; the last one's ranks are neighbours. Those
         of one stage: its ranks stand side by side."""
-        found = (("dp", self.dp), (SEQUENCE, self.cp), ("tp", self.tp))
+        found = (("dp", self.dp), ("ep", self.ep), (SEQUENCE, self.cp), ("tp", self.tp))
         return tuple((name, size) for name, size in found if size > 1)
 
     @property
@@ -182,10 +189,11 @@ class ResolvedPins:
         return self.pins.schedule or ("accumulate" if self.pp == 1 else "interleaved" if self.virtual > 1 else "1f1b")
 
     def one_line(self) -> str:
-        """``dp=2 tp=2 zero=3 microbatches=3``, with ``pp=2`` in a pipeline, ``cp=2`` where the sequence has an axis."""
+        """``dp=2 tp=2 zero=3 microbatches=3``, with ``pp=2`` in a pipeline, ``cp=2`` where the sequence has an axis and
+        ``ep=2`` where experts have."""
         pp = f"pp={self.pp} " if self.pp > 1 else ""
         order = f" schedule={self.schedule}" if self.pp > 1 else ""
-        cp = f" cp={self.cp}" if self.cp > 1 else ""
+        cp = "".join(f" {key}={n}" for key, n in (("ep", self.ep), ("cp", self.cp)) if n > 1)
         again = f" recompute={self.recompute}" if self.recompute != "none" else ""
         return f"{pp}dp={self.dp}{cp} tp={self.tp} zero={self.zero} microbatches={self.microbatches}{order}{again}"
 
@@ -202,8 +210,14 @@ def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
     virtual, words = _pipeline(pins, ranks)
     whole, pp = ranks, pins.pp or 1
     ranks //= pp  # of one stage
-    cp, tp = pins.sequence, pins.tp or 1
+    ep, cp, tp = pins.ep or 1, pins.sequence, pins.tp or 1
     where = _n(ranks, "rank") + (f" of a stage (pp={pp} of {whole})" if pp > 1 else "")
+    if ranks % ep:
+        raise AutoparError(
+            f"pins: ep={ep} does not divide {where}. Legal: {', '.join(f'ep={n}' for n in divisors(ranks))}."
+        )
+    where = f"the {_n(ranks // ep, 'rank')} beside ep={ep}" if ep > 1 else where
+    ranks //= ep  # that hold the same experts
     inner = " ".join(f"{k}={v}" for k, v in (("cp", cp), ("tp", tp)) if v > 1) or "tp=1"
     if ranks % (cp * tp):
         pairs = [(s, d) for d in divisors(ranks) for s in (divisors(ranks // d) if cp > 1 else [1])]
@@ -211,15 +225,15 @@ def resolve(pins: Pins, ranks: int, batch: int | None = None) -> ResolvedPins:
         raise AutoparError(f"pins: {inner} does not divide {where}. Legal: {legal or 'no cp'}.")
     dp = pins.dp if pins.dp is not None else ranks // (cp * tp)
     if dp * cp * tp != ranks:
-        named = (("pp", pins.pp), ("dp", pins.dp), ("cp", cp if cp > 1 else None), ("tp", pins.tp))
+        named = (("pp", pins.pp), ("dp", pins.dp), ("ep", pins.ep), ("cp", cp if cp > 1 else None), ("tp", pins.tp))
         given = " ".join(f"{k}={v}" for k, v in named if v is not None)
         legal = ", ".join(_places(ranks, cp))
-        more = f" with pp={pp}" if pp > 1 else ""
-        made = _n(pp * dp * cp * tp, "rank")
+        more = "".join(f" with {key}={n}" for key, n in (("pp", pp), ("ep", ep)) if n > 1)
+        made = _n(pp * dp * ep * cp * tp, "rank")
         raise AutoparError(f"pins: {given} makes {made}, there are {whole}. Legal{more}: {legal}.")
     count = pins.microbatches or (size_of(words)[1] if words else 1)
-    rows = _divide_batch(batch, ranks, dp, cp, count) if batch is not None else ()
-    found = ResolvedPins(dp, cp, tp, pins.zero or 0, count, rows, pins, pp, virtual=virtual, words=words)
+    rows = _divide_batch(batch, ranks, dp, ep, cp, count) if batch is not None else ()
+    found = ResolvedPins(dp, cp, tp, pins.zero or 0, count, rows, pins, pp, virtual=virtual, words=words, ep=ep)
     _refuse_absent_axes(pins, [name for name, _ in found.axes()])
     return found
 
@@ -299,21 +313,22 @@ def divisors(n: int) -> list[int]:
     return small + [n // d for d in reversed(small) if d * d != n]
 
 
-def _divide_batch(batch: int, ranks: int, dp: int, cp: int, count: int) -> tuple[int, ...]:
+def _divide_batch(batch: int, ranks: int, dp: int, ep: int, cp: int, count: int) -> tuple[int, ...]:
     if batch < 1:
         raise AutoparError(f"batch: {batch} is not a number of rows. Legal: 1 or more.")
-    if batch % dp:
-        pairs = ", ".join(reversed(_places(ranks, cp, batch)))
+    data, word = dp * ep, f"dp={dp} ep={ep}" if ep > 1 else f"dp={dp}"
+    if batch % data:
+        pairs = ", ".join([*reversed(_places(ranks, cp, batch // ep if batch % ep == 0 else 1)), *["ep=1"] * (ep > 1)])
         raise AutoparError(
-            f"pins: dp={dp} does not divide the batch of {_n(batch, 'row')}. "
-            f"Legal on {_n(ranks, 'rank')}: {pairs}; or a batch that is a multiple of {dp}."
+            f"pins: {word} does not divide the batch of {_n(batch, 'row')}. "
+            f"Legal on {_n(ranks, 'rank')}: {pairs}; or a batch that is a multiple of {data}."
         )
-    if batch < dp * count:
+    if batch < data * count:
         raise AutoparError(
-            f"pins: microbatches={count} over dp={dp} needs a batch of at least {dp * count} rows, it has {batch}. "
-            f"Legal: microbatches=1{f' to {batch // dp}' if batch > dp else ''}."
+            f"pins: microbatches={count} over {word} needs a batch of at least {data * count} rows, it has {batch}. "
+            f"Legal: microbatches=1{f' to {batch // data}' if batch > data else ''}."
         )
-    return microbatch_rows(batch, dp, count)
+    return microbatch_rows(batch, data, count)
 
 
 def _refuse_unsupported(pins: Pins) -> None:
@@ -322,11 +337,6 @@ def _refuse_unsupported(pins: Pins) -> None:
     both = (pins.cp, pins.sp)
     if None not in both and not isinstance(pins.sp, bool) and pins.cp != pins.sp:
         raise AutoparError(f"pins: cp={pins.cp} and sp={pins.sp} both give the sequence an axis. Keep one of them.")
-    if (pins.ep or 1) > 1:
-        raise AutoparError(
-            f"pin ep={pins.ep}: not supported yet (expert parallelism comes with a later release). "
-            "Legal now: ep=1, or leave it out."
-        )
 
 
 def _split(pairs: Iterable[str]) -> Iterable[tuple[str, str]]:

@@ -313,7 +313,8 @@ class Programs(Initialised):
                 "compile: inputs='local' says how many rows this rank has, but how many ranks cut the batch is not "
                 "decided yet. Give global_batch=, or pin dp."
             )
-        return self._pins.dp or self._cluster.ranks // (self._pins.sequence * (self._pins.tp or 1))
+        ep, inner = self._pins.ep or 1, self._pins.sequence * (self._pins.tp or 1)
+        return ep * (self._pins.dp or self._cluster.ranks // (ep * inner))
 
 
 __all__ = ["MOST", "Programs", "Ready"]

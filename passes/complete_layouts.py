@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 from torch import fx
 
@@ -17,6 +18,7 @@ from autopar.errors import AutoparError
 from autopar.passes.changes import cost
 from autopar.passes.completion import Completion, is_op, produced_parts
 from autopar.passes.divide_work import Keep, Undivided, divide_work
+from autopar.passes.expert_dims import DIM, EXPERTS, Held
 from autopar.passes.facts import KEY, Choice, Strategy, Value, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import produced_layout
 from autopar.passes.layout import Axis, Layout, Mesh, Split
@@ -24,14 +26,16 @@ from autopar.passes.moves import STEP
 from autopar.passes.strategy import Proposal, fills, rule
 
 
-def follow(state: Completion, axis: int) -> None:
-    """Decide ``axis`` for all ops in order: each takes the choice whose operands need the cheapest changes."""
+def follow(state: Completion, axis: int, held: Held | None = None) -> None:
+    """Decide ``axis`` for all ops in order: each takes the choice whose operands need the cheapest changes. ``held``:
+    what it cuts by experts."""
     mesh = state.mesh
     for node in state.gm.graph.nodes:
         if not is_op(node):
             continue
         have = [state.layout(n) for n in operand_nodes(node)]
-        choice, plan = cheapest(node, have, state.candidates(node, axis, arriving(node, have, axis)), mesh)
+        offered = state.candidates(node, axis, arriving(node, have, axis))
+        choice, plan = cheapest(node, have, held.of(node, offered, have, axis) if held else offered, mesh)
         state.take(node, axis, choice, plan)
 
 
@@ -97,10 +101,11 @@ def complete_layouts(
     zero: int = 0,
     divided: Collection[str] = ("tp",),
     keep: Mapping[str, Keep] | None = None,
+    experts: Mapping[str, int] = MappingProxyType({}),
 ) -> tuple[fx.GraphModule, list[tuple[str, Undivided]]]:
     """Give every node its strategy. On axes called ``divided`` work is divided; so it is on others of ``keep``, but
     along the sequence and with parameters whole; on all others the batch is followed, where it has rows for every rank.
-    ``keep``: leaves choices out.
+    ``keep``: leaves choices out; ``experts``: the parameters that the axis `EXPERTS` cuts.
 
     ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is
     the batch; ``zero``: how parameters rest over the followed axes (``docs/design.md`` section 6). Returns the graph,
@@ -110,12 +115,16 @@ def complete_layouts(
     keep = keep or {}
     followed = [i for i, a in enumerate(mesh.axes) if a.name not in (*divided, *keep)]
     for axis in followed:
+        by_experts = mesh.axes[axis].name == EXPERTS
+        held = Held(experts, batch_dims(gm, batch_inputs, batch)) if by_experts else None
         for node in state.leaves:
+            if held and held.leaf(node):
+                state.leaves[node] = state.leaves[node].with_shard(axis, DIM)
             if node.op == "placeholder" and node.name in batch_inputs:
                 cut = _outermost(state.leaves[node], axis, mesh)
                 if fills(batch, cut.dims[0], mesh):
                     state.leaves[node] = cut
-        follow(state, axis)
+        follow(state, axis, held)
     undivided: list[tuple[str, Undivided]] = []
     for axis, a in enumerate(mesh.axes):
         if axis not in followed:

@@ -15,6 +15,7 @@ from autopar.errors import AutoparError
 from autopar.passes.calls import call_key
 from autopar.passes.complete_layouts import arriving, cheapest
 from autopar.passes.completion import is_op
+from autopar.passes.expert_dims import DIM, Held
 from autopar.passes.facts import Choice, Strategy, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import is_getitem
 from autopar.passes.layout import Axis, Layout, Mesh
@@ -36,9 +37,9 @@ def follow_time(gm: fx.GraphModule, batch_inputs: frozenset[str], rows: tuple[in
     return follow_axis(gm, batch_inputs, Axis("time", len(rows), rows))
 
 
-def follow_axis(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> TimeChoices:
-    """The same on any one axis."""
-    found, refused = _followed(gm, batch_inputs, axis)
+def follow_axis(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis, held: Held | None = None) -> TimeChoices:
+    """The same on any one axis. ``held``: what it cuts by experts, where it does."""
+    found, refused = _followed(gm, batch_inputs, axis, held)
     for error in refused.values():
         raise error
     if axis.is_time:
@@ -52,7 +53,7 @@ def undecided(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> l
 
 
 def _followed(
-    gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis
+    gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis, held: Held | None = None
 ) -> tuple[TimeChoices, dict[fx.Node, AutoparError]]:
     """What is decided, and the ops for which there is no way; what follows from these has no layout."""
     mesh = Mesh((axis,))
@@ -66,9 +67,9 @@ def _followed(
             if any(n not in layouts for n in operands):
                 continue
             have = tuple(layouts[n] for n in operands)
-            key = (call_key(node), have)
+            key = (call_key(node), have, None if held is None else held.cuts(node, have, 0))
             if key not in memo:
-                memo[key] = _decide(node, have, mesh)
+                memo[key] = _decide(node, have, mesh, held)
             if isinstance(decided := memo[key], AutoparError):
                 refused[node] = decided
                 continue
@@ -82,6 +83,8 @@ def _followed(
                     layouts[user] = picked
         elif node.op in ("placeholder", "get_attr") and is_tensor(node):
             layouts[node] = Layout.uniform("R", 1, len(value(node).shape))
+            if held is not None and held.leaf(node):
+                layouts[node] = layouts[node].with_shard(0, DIM)
             if node.name in batch_inputs and node.op == "placeholder":
                 layouts[node] = layouts[node].with_shard(0, 0)
     return TimeChoices(ops, layouts), refused
@@ -107,9 +110,12 @@ def cut_alike(known: TimeChoices, rows: tuple[int, ...]) -> bool:
     return all(strategy(node, mesh, [choice], (0,)) is not None for (_, choice), node in done.items())
 
 
-def _decide(node: fx.Node, have: tuple[Layout, ...], mesh: Mesh) -> tuple[Choice, Strategy] | AutoparError:
+def _decide(
+    node: fx.Node, have: tuple[Layout, ...], mesh: Mesh, held: Held | None
+) -> tuple[Choice, Strategy] | AutoparError:
     try:
         offered = ((c, strategy(node, mesh, [c], (0,))) for c in choices(node, mesh, 0, arriving(node, have, 0)))
-        return cheapest(node, have, [(c, plan) for c, plan in offered if plan is not None], mesh)
+        legal = [(c, plan) for c, plan in offered if plan is not None]
+        return cheapest(node, have, held.of(node, legal, have, 0) if held else legal, mesh)
     except AutoparError as error:
         return error

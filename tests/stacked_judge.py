@@ -114,7 +114,7 @@ class StackedJudge:
             self.in_precision(pins["param_dtype"]).pinned(**pins)
             return
         pp, along = pins.get("pp", 1), int(pins.get("sp") or pins.get("cp") or 1)
-        ranks = pins.get("dp", 1) * pins.get("tp", 1) * along
+        ranks = pins.get("dp", 1) * pins.get("ep", 1) * pins.get("tp", 1) * along
         resolved = resolve(Pins.parse(pins), pp * ranks, self.captured.batch)
         prepared = self.prepared(resolved.microbatches, forwards_first(resolved.schedule))
         plan = choose(prepared, resolved, Cluster.local(ranks=ranks))

@@ -183,7 +183,7 @@ COMMANDS = {
     ),
     "a gap that is no share": (f"plan {MLP} --ranks 2 --gap 5", "gap: 5.0 is no share of the step time. Legal: 0 to 1"),
     "a time limit before now": (f"explain {MLP} --ranks 2 --time-limit -3", "time limit: -3.0 is no number of seconds"),
-    "a pin not supported yet": (f"verify {MLP} --ranks 2 --pin ep=2", "pin ep=2: not supported yet"),
+    "experts of a model without": (f"verify {MLP} --ranks 2 --pin ep=2", "pin ep=2: no parameter of this model holds"),
     "a problem of a plan with stages": (
         f"plan {MLP} --ranks 2 --pin pp=2 --pin schedule=gpipe --problem p.npz",
         "--problem p.npz: nothing is proved where cuts, order or axes of stages are pinned. Leave it out.",

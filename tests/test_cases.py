@@ -5,6 +5,7 @@ run in the stacked semantics, pipelines and some others on real ranks."""
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,15 @@ import pytest
 
 from autopar.errors import AutoparError
 from autopar.loading import ModelSpec
-from autopar.pins import KEYS, Pins
+from autopar.pins import Pins
 from autopar.runtime.pool import RankPool
 from autopar.verify import PRELOAD, VerifyResult, verify_many
 
 FOLDER = Path(__file__).parent / "cases"
 CASES = sorted(path.stem for path in FOLDER.glob("G*.py"))
-SUPPORTED = {*KEYS} - {"ep"}
 NOTES = {"may_reject", "sync_bn"}  # of a plan, no pins: a refusal is right; statistics of the whole batch, our default
-OURS: list[dict[str, Any]] = [{"tp": 2}, {"dp": 2, "zero": 3}]  # for the cases whose own plans all come later
 # ranks -> the cases whose plans without stages run on them too
-REAL = {2: ("G01", "G03", "G04", "G24", "G26"), 3: (), 4: ("G05", "G39")}
+REAL = {2: ("G01", "G03", "G04", "G24", "G26"), 3: (), 4: ("G05", "G30", "G39")}
 
 
 def spec_of(case: str) -> ModelSpec:
@@ -42,30 +41,24 @@ def given_of(case: str) -> list[dict[str, Any]]:
 
 
 def plans_of(case: str) -> list[dict[str, Any]]:
-    """The case's PLANS; each that is supported also with two microbatches."""
+    """The case's PLANS, each also with two microbatches."""
     plans = given_of(case)
-    if not any(supported(plan) for plan in plans):
-        plans += OURS
-    more = (plan | {"microbatches": 2} for plan in plans if supported(plan) and "microbatches" not in plan)
+    more = (plan | {"microbatches": 2} for plan in plans if "microbatches" not in plan)
     return [*plans, *(plan for plan in more if plan not in plans)]
 
 
-def supported(plan: dict[str, Any]) -> bool:
-    return set(plan) <= SUPPORTED
-
-
 def ranks_of(plan: dict[str, Any]) -> int:
-    return int(plan.get("pp", 1) * plan.get("dp", 1) * plan.get("tp", 1) * plan.get("sp", 1))
+    return math.prod(int(plan.get(key, 1)) for key in ("pp", "dp", "ep", "tp", "cp", "sp"))
 
 
 def runs_on(plan: dict[str, Any], size: int) -> bool:
     """Whether so many ranks run a plan: as many as it names, or any where it names none but what they make again."""
-    return ranks_of(plan) == size or ("recompute" in plan and not {"pp", "dp", "tp", "sp"} & set(plan))
+    return ranks_of(plan) == size or ("recompute" in plan and not {"pp", "dp", "ep", "tp", "cp", "sp"} & set(plan))
 
 
 def real(case: str, size: int) -> list[dict[str, Any]]:
     """The plans of a case that run on so many real ranks: its pipelines with most ranks, and what ``REAL`` names."""
-    plans = [p for p in plans_of(case) if supported(p) and refusal(case, p) is None]
+    plans = [p for p in plans_of(case) if refusal(case, p) is None]
     own = [p for p in given_of(case) if p in plans and "pp" in p and case[:3] != "G40"]  # the ranks import long for it
     most = max(map(ranks_of, own), default=0)
     others = [p for p in plans if "pp" not in p and runs_on(p, size) and case[:3] in REAL[size]]
@@ -96,15 +89,12 @@ EVERY = [
     pytest.param(case, plan, id=f"{case[:3]} {words(plan)}")
     for case in CASES
     for plan in plans_of(case)
-    if "recompute" not in plan or not supported(plan)
+    if "recompute" not in plan
 ]
 
 
 @pytest.mark.parametrize(("case", "plan"), EVERY)
 def test_stacked(case: str, plan: dict[str, Any], judge_of: Callable[[str], Any]) -> None:
-    if not supported(plan):
-        later = ", ".join(sorted(set(plan) - SUPPORTED))
-        pytest.skip(f"{case[:3]} {words(plan)}: not supported yet: {later}")
     text = refusal(case, plan)
     if text is None:
         judge_of(spec_of(case).target).pinned(**plan)
@@ -117,8 +107,7 @@ def test_stacked(case: str, plan: dict[str, Any], judge_of: Callable[[str], Any]
 def test_other_inputs_of_a_case(judge_of: Callable[[str], Any]) -> None:
     """An odd sequence length; the branch not taken; outputs that are a dict with None, of a public class."""
     for plan in plans_of("G34_norm_grads_sequence_parallel"):
-        if supported(plan):
-            judge_of(f"{FOLDER}/G34_norm_grads_sequence_parallel.py:make_other").pinned(**plan)
+        judge_of(f"{FOLDER}/G34_norm_grads_sequence_parallel.py:make_other").pinned(**plan)
     for case in ("G14_dict_none_flags", "G40_hf_llama_rope"):
         judge_of(f"{FOLDER / case}.py:make_raw").pinned(tp=2)
     judge_of(f"{FOLDER}/G21_data_dependent_branch.py:make_other").pinned(dp=2)

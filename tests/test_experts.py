@@ -88,3 +88,29 @@ def test_on_real_ranks() -> None:
     with RankPool(2, timeout=240) as pool:
         for result in verify_many(spec, 2, [Pins.parse(p) for p in ({"tp": 2}, {"dp": 2, "zero": 3})], pool=pool):
             assert isinstance(result, VerifyResult) and result.ok, f"{result}"
+
+
+@pytest.mark.parametrize(("name", "experts"), NAMES, ids=[" ".join(n) for n in NAMES])
+def test_expert_parallel(name: str, experts: str) -> None:
+    """Every rank has its part of the experts and rows of its own."""
+    judge = judge_of(name, experts)
+    for pins in ({"ep": 2}, {"dp": 2, "ep": 2, "zero": 3}, {"ep": 2, "tp": 2}, {"ep": 4, "microbatches": 2}):
+        judge.pinned(**pins)
+    planned = plan_training(judge.captured, Pins.parse({"ep": 2}), Cluster.local(ranks=2), {})
+    judge.assert_equal(apply(planned.plan, judge.prepared(1)), "ep=2")
+    mine = {n: p for n, p in planned.plan.parameters.items() if "experts." in n and len(p.shape) == 3}
+    assert mine and all(p.rest == p.use == "S0" for p in mine.values())
+    assert all(p.rest == "I" for n, p in planned.plan.parameters.items() if n not in mine)
+    assert divided(planned.plan, planned.prepared)["ep"].flops >= 0.45
+
+
+def test_who_has_no_experts_or_too_few() -> None:
+    with pytest.raises(AutoparError, match=r"ep=8: .*experts\.\w+ has 4 experts, .* Legal: ep=1, ep=2, ep=4\."):
+        judge_of("mixtral", "batched_mm").pinned(ep=8)
+    with pytest.raises(AutoparError, match=r"pin ep=2: no parameter of this model holds the weights of several"):
+        StackedJudge(nn.Sequential(nn.Linear(4, 4), Mean()), (torch.randn(4, 4),), {}).pinned(ep=2)
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()

@@ -58,7 +58,7 @@ def test_every_reserved_key_parses():
         ),
         ("param_dtype=float32", "Legal: fp32, bf16, fp16."),
         ("layout.fc1.weight=S0", "is not AXIS:LAYOUT."),
-        ("layout.fc1.weight=tp:Q", "is not AXIS:LAYOUT. Legal: an axis of dp, cp, tp, and R or S<dim>."),
+        ("layout.fc1.weight=tp:Q", "is not AXIS:LAYOUT. Legal: an axis of dp, ep, cp, tp, and R or S<dim>."),
         ("layout.fc1.weight=pp:S0", "is not AXIS:LAYOUT."),
         ("layout.=tp:S0", "is not AXIS:LAYOUT."),
         ("cut=", "is not KEY=VALUE"),
@@ -84,9 +84,27 @@ def test_a_key_given_twice():
         Pins.parse(["tp=2", "tp=4"])
 
 
-def test_reserved_but_not_supported_yet():
-    with pytest.raises(AutoparError, match=r"^pin ep=2: not supported yet .* later release"):
-        resolve(Pins.parse(["ep=2"]), ranks=4, batch=8)
+def test_degrees_of_experts():
+    assert resolve(Pins.parse(["ep=2"]), ranks=4, batch=8).axes() == (("dp", 2), ("ep", 2))
+    for pins, ranks, batch, text in (
+        (["ep=3"], 4, 8, r"ep=3 does not divide 4 ranks. Legal: ep=1, ep=2, ep=4\."),
+        (["ep=2", "tp=4"], 4, 8, r"tp=4 does not divide the 2 ranks beside ep=2. Legal: tp=1, tp=2\."),
+        (["ep=2", "dp=4"], 4, 8, r"dp=4 ep=2 makes 8 ranks, there are 4. Legal with ep=2: dp=2 tp=1, dp=1 tp=2\."),
+        (
+            ["ep=2"],
+            4,
+            6,
+            r"dp=2 ep=2 does not divide .* 6 rows. Legal on 2 ranks: dp=1 tp=2, ep=1; or .* 4\.",
+        ),
+        (
+            ["ep=2", "microbatches=3"],
+            2,
+            4,
+            r"microbatches=3 over dp=1 ep=2 needs a batch of at least 6 rows",
+        ),
+    ):
+        with pytest.raises(AutoparError, match=text):
+            resolve(Pins.parse(pins), ranks=ranks, batch=batch)
 
 
 @pytest.mark.parametrize(

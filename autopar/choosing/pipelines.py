@@ -91,7 +91,7 @@ def counts(resolved: ResolvedPins, batch: int) -> Iterator[int]:
     if resolved.pins.microbatches or resolved.words:
         yield resolved.microbatches
         return
-    rows = batch // resolved.dp if resolved.pins.axes or resolved.pins.dp else batch
+    rows = batch // resolved.data_ranks if resolved.pins.axes or resolved.pins.dp else batch
     yield 1
     count = resolved.pp
     while count <= rows:

@@ -169,7 +169,7 @@ def _refusal(captured: Capture, pins: Pins, cluster: Cluster, prepared: Prepared
     nearest: list[Alternative] = []
     if {"zero", "microbatches", "recompute"} & pins.named():
         resolved = resolve(pins, cluster.ranks, captured.batch)
-        for zero in range(4) if resolved.dp * resolved.cp > 1 else (0,):
+        for zero in range(4) if resolved.data_ranks * resolved.cp > 1 else (0,):
             with suppress(AutoparError):
                 open_pins = replace(pins, zero=zero, microbatches=None, recompute=None)
                 made = _attempt(captured, open_pins, cluster, prepared)

@@ -16,7 +16,9 @@ from autopar.choosing.pose import Posed, mesh_of, pose
 from autopar.choosing.wiring import Known, Wiring, first_reads, kept_sides, weights_of, wire
 from autopar.cluster import Cluster
 from autopar.errors import AutoparError
+from autopar.passes.complete_layouts import batch_dims
 from autopar.passes.divide_work import propose_parts
+from autopar.passes.expert_dims import EXPERTS, Held, experts_of
 from autopar.passes.facts import operand_nodes, value
 from autopar.passes.follow_time import TimeChoices, cut_alike, follow_axis, follow_time
 from autopar.passes.keepers import keepers
@@ -180,7 +182,7 @@ class Poser:
     @property
     def _rows_together(self) -> int:
         """Rows that no microbatch may part: a pinned data axis has one on each rank."""
-        return self.pinned.dp if self.pinned else 1
+        return self.pinned.data_ranks if self.pinned else 1
 
     def _roles_on(self, body: Body, pins: ResolvedPins) -> Roles:
         if body not in self._roles:
@@ -188,6 +190,9 @@ class Poser:
             batched = frozenset(i.name for i in self.captured.inputs if i.batch)
             named = {name: i for i, (name, _) in enumerate(pins.axes())}
             follow = {named["dp"]: follow_axis(gm, batched, Axis("dp", pins.dp))} if "dp" in named else {}
+            if EXPERTS in named:
+                held = Held(experts_of(gm, parameters, pins.ep), batch_dims(gm, batched, self.captured.batch))
+                follow[named[EXPERTS]] = follow_axis(gm, batched, Axis(EXPERTS, pins.ep), held)
             tensor, cut, weights = named.get("tp"), named.get(SEQUENCE), weights_of(gm, parameters)
             shares = pins.pins.sp is True and tensor is not None
             along = {}

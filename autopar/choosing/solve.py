@@ -109,7 +109,7 @@ class Solver:
             sizes = [size for _, size in self.pinned.axes()]
             only = tuple((n, prod(sizes[i + 1 :])) for i, n in enumerate(sizes))
             among: Tried = ((NO_PIPE, (only,)),)
-            rows //= self.pinned.dp
+            rows //= self.pinned.data_ranks
         else:
             among = tried(self.cluster, len(self.poser.body(1).units.units), self._floor.parted, self.pins)
         node = min((t.spans for t in self.cluster.tiers if t.spans is not None), default=0)

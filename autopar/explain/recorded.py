@@ -84,6 +84,7 @@ def _words_of(other: Alternative) -> dict[str, str]:
 def _degrees(mesh: Mapping[str, int]) -> dict[str, int]:
     return {
         "dp": prod(size for name, size in mesh.items() if name.startswith("dp")),
+        "ep": mesh.get("ep", 1),
         "cp": mesh.get("cp", 1),
         "tp": mesh.get("tp", 1),
     }

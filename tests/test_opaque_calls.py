@@ -149,7 +149,7 @@ def _made(model: nn.Module, kind: type, **options: float) -> torch.optim.Optimiz
 
 
 def test_what_is_not_used_has_no_gradient_in_that_step() -> None:
-    with RankPool(2, timeout=90) as pool:
+    with RankPool(2, timeout=240) as pool:
         first, second = pool.run(trained)
     for name, value in trained(None).items():
         torch.testing.assert_close(first[name], value, rtol=1e-10, atol=1e-12)

@@ -208,10 +208,9 @@ class Subject:
         return next((dtype for dtype in HALF if dtype in used), None)
 
     def with_values(self, attributes: Mapping[str, Tensor], inputs: tuple[Tensor, ...]) -> Subject:
-        """The same with another process's values."""
-        with torch.no_grad():
-            for name, tensor in self.captured.attributes.items():
-                tensor.copy_(attributes[name])
+        """The same with another process's values, whose memory it shares."""
+        for name, tensor in self.captured.attributes.items():
+            tensor.data = attributes[name]
         return replace(self, inputs=inputs)
 
     @cached_property
@@ -447,23 +446,30 @@ def run_plan(
 def _run(subject: Subject, plan: Plan, precision: str, values: Path) -> Run:
     ranks = connect(plan_mesh(plan), timedelta(seconds=GROUP_TIMEOUT), plan.pp)
     model = staged(plan, subject.prepared_for(plan, precision))
-    eager, inputs = copy.deepcopy(subject.loaded.model), subject.inputs
-    constants = {name: subject.captured.constants[name] for name in model.whole.constants}
-    if precision == "fp64":
-        eager._apply(_wide)  # type: ignore[no-untyped-call]
-        inputs, constants = tuple(map(_wide, inputs)), {n: _wide(t) for n, t in constants.items()}
-    tensors = place(eager, model.uses, ranks, model.holders)
-    del eager  # whole, and in float64 a copy
+    cast = _wide if precision == "fp64" else torch.clone
+    inputs = tuple(map(cast, subject.inputs))
+    constants = {name: cast(subject.captured.constants[name]) for name in model.whole.constants}
+    tensors = place(_copy(subject.loaded.model, cast, ranks.rank == 0), model.uses, ranks, model.holders)
     program = Program(model.locals(ranks), tensors, ranks, constants, SEED, model.pipeline, flow=model.flow)
-    return three_steps(
-        lambda: program.step(inputs)[0],
-        dict(tensors.named_parameters()),
-        lambda: dict(tensors.named_buffers()),
-        OPTIMIZERS[PRECISIONS[precision]](list(tensors.parameters())),
-        names_of(tensors),
-        _keeper(values.with_name(precision)) if ranks.rank == 0 else _count_only,
-        lambda p, t: everywhere(p, t, ranks),
-    )
+    with tempfile.TemporaryDirectory(dir=values.parent) as states:
+        return three_steps(
+            lambda: program.step(inputs)[0],
+            dict(tensors.named_parameters()),
+            lambda: dict(tensors.named_buffers()),
+            Piecewise(list(tensors.parameters()), OPTIMIZERS[PRECISIONS[precision]], Path(states) / "state"),
+            names_of(tensors),
+            _keeper(values.with_name(precision)) if ranks.rank == 0 else _count_only,
+            lambda p, t: everywhere(p, t, ranks),
+        )
+
+
+def _copy(model: nn.Module, cast: Callable[[Tensor], Tensor], values: bool) -> nn.Module:
+    """The model with every tensor cast, on the meta device where its ``values`` are another rank's."""
+    tensors: dict[int, Any] = {}
+    for t in itertools.chain(model.parameters(), model.buffers()):
+        made = cast(t.detach() if values else t.detach().to("meta"))
+        tensors[id(t)] = nn.Parameter(made, t.requires_grad) if isinstance(t, nn.Parameter) else made
+    return copy.deepcopy(model, tensors)
 
 
 def _count_only(_: str, named: Iterable[tuple[str, Tensor | None]]) -> Mapping[str, Any]:

@@ -47,6 +47,7 @@ KEPT = {  # by what is selective: what is dear to make again
 }
 RELABEL = {ops.keep.default, ops.replicate.default, ops.invariant.default, ops.time_keep.default}
 SCATTERS: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+RECORDING = {aten.mkldnn_rnn_layer.default}  # what their backward reads they make only where gradients are recorded
 LIFTED = ("step_key", "draw", "microbatch")  # arguments of library ops that are arguments of the graphs
 DRAW, KEY, MICROBATCH = 1 << 48, (1 << 47) + 1, (1 << 47) + 2  # what stands for them while tracing
 
@@ -292,6 +293,8 @@ def _refuse(graph: fx.Graph) -> None:
             raise Untraceable("a tensor is made of numbers while the unit runs")
         if node.op != "call_function" or not hasattr(node.target, "tags"):
             continue
+        if node.target in RECORDING:
+            raise Untraceable(f"{node.target} makes what its backward reads only where autograd records")
         if torch.Tag.nondeterministic_seeded in node.target.tags and _drops(node):
             raise Untraceable(f"{node.target} draws random numbers of torch's generator")
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
 
 from autopar import equality, piecewise, verify
 from autopar.equality import Run, distances
@@ -72,6 +74,28 @@ def test_pieces_step_as_the_whole_does(make: Any, tmp_path: Path, monkeypatch: p
     assert all(torch.equal(a, b) and not torch.equal(b, c) for a, b, c in zip(one, two, start))
     optimizers[1].zero_grad()
     assert all(p.grad is None for p in two)
+
+
+def test_pieces_of_a_dtensor_step_as_the_whole_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(piecewise, "LARGE", 8)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        start = [torch.randn(3), torch.randn(5, 7)]
+        one = [torch.nn.Parameter(p.clone()) for p in start]
+        two = [torch.nn.Parameter(DTensor.from_local(p.clone(), mesh, [Replicate()])) for p in start]
+        make = verify.OPTIMIZERS["adamw"]
+        optimizers = make(one), piecewise.Piecewise(two, make, tmp_path / "states")
+        for step in range(3):
+            for params, optimizer in zip((one, two), optimizers):
+                for p in params:
+                    p.grad = torch.full_like(p, 0.1 * step) - p.detach()
+                optimizer.step()
+        for a, b, c in zip(one, two, start):
+            assert torch.equal(a, b.to_local()) and not torch.equal(a, c)
+        assert len(list(tmp_path.iterdir())) == 5  # 35 elements, 8 at a time
+    finally:
+        dist.destroy_process_group()
 
 
 def test_runs_are_files_that_go_with_their_subject() -> None:

@@ -203,6 +203,26 @@ def sampled(rank: int, ranks: int, pins: str) -> list[Tensor]:
     return losses
 
 
+class Recurrent(nn.Module):
+    """In float32 on a CPU torch has one kernel for the layer, which keeps for backward what it wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.LSTM(WIDTH, WIDTH, 2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)[0].square().mean()
+
+
+def recurrent(rank: int, ranks: int, pins: str) -> list[tuple[Tensor, Tensor]]:
+    eager, x = Recurrent(), torch.randn(BATCH, 5, WIDTH, generator=torch.Generator().manual_seed(1))
+    eager(x).backward()
+    parallel = autopar.compile(Recurrent(), Cluster.local(ranks=ranks), args=(x,), pins=pins)
+    parallel.step(x)
+    return [(full(p.grad), q.grad) for p, q in zip(parallel.parameters(), eager.parameters(), strict=True)]
+
+
 def evaluate(rank: int, ranks: int, pins: str, norm: bool) -> dict[str, Any]:
     """Train a step, evaluate batches of three shapes with and without labels, train again."""
     parallel = compiled(net(norm=norm), ranks, pins)
@@ -344,6 +364,12 @@ def test_evaluation_between_steps(ranks: int, pins: str, norm: bool, pools: Pool
         for out in result["made"] + made:
             out["loss"] = torch.zeros(()) if out["loss"] is None else out["loss"]
         same(result, {"losses": losses, "made": made, "state": state(model)})
+
+
+@pytest.mark.parametrize("pins", ["dp=2", "tp=2", "dp=2 recompute=full zero=3"])
+def test_a_recurrent_layer_of_float32(pins: str, pools: Pools) -> None:
+    for mine, theirs in pools(2).run(recurrent, 2, pins)[0]:
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_evaluation_may_come_first(pools: Pools) -> None:

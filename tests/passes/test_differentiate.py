@@ -314,5 +314,9 @@ def test_what_has_no_graphs_says_why() -> None:
     some = lambda x, p: aten.index_select.default(x * p, 0, aten.nonzero.default(x)[:, 0]).sum()
     with pytest.raises(Untraceable, match="DynamicOutputShape"):
         differentiate(class_of(some, "vp", torch.ones(3), torch.ones(3)))
+    layer = lambda x, w, r, h: aten.lstm.input(x, [h, h], [w, r], False, 1, 0.0, True, False, True)[0]
+    recurrent = [torch.randn(4, 5, 8), torch.randn(32, 8), torch.randn(32, 8), torch.zeros(1, 4, 8)]
+    with pytest.raises(Untraceable, match="only where autograd records"):
+        differentiate(class_of(layer, "vppv", *recurrent))
     nothing = differentiate(class_of(lambda x, p: (aten.detach.default(x) * 2, x.argmax()), "vp", q, p))
     assert nothing.backward is None and nothing.grads == ()

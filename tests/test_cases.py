@@ -73,7 +73,7 @@ def words(plan: dict[str, Any]) -> str:
 REFUSED = {
     ("G16", frozenset({"microbatches"})): "bn1: autopar.batch_norm.* needs the whole batch at once.* microbatches=1",
     ("G27", frozenset({"dp"})): "does not divide the batch of 7 rows. Legal on [23] ranks: dp=1 .* multiple of",
-    ("G30", frozenset({"dp", "ep", "microbatches"})): "needs a batch of at least 8 rows, it has 4. Legal: microbatches=1",
+    ("G30", frozenset({"dp", "ep", "microbatches"})): "needs a batch of at least 8 rows, it has 4.*microbatches=1",
     ("G29", frozenset({"microbatches"})): "index.* needs the whole batch at once.* microbatches=1",
 }
 

@@ -82,7 +82,10 @@ def at_twice(plan: Plan, tier: str) -> float:
     if "bubble_s" in parts:  # what waits for a pipeline's collectives is among its parts
         return step - saved[False] - min(saved[True], parts.get("waits_s", 0.0))
     beside, hidden = parts.get("compute_s", 0.0) + parts.get("optimizer_s", 0.0), parts.get("hidden_s", 0.0)
-    return step - saved[False] - max(beside, hidden) + max(beside, hidden - saved[True])
+    could = sum(seconds_of(plan, c) or 0.0 for c in plan.predicted.collectives if c.hidden)
+    share = min(1.0, hidden / could) if could else 1.0  # of what need not be waited for, what passes beside compute
+    waited = saved[False] + (1 - share) * saved[True]
+    return step - waited - max(beside, hidden) + max(beside, hidden - share * saved[True])
 
 
 __all__ = ["at_twice", "per_byte", "shadow_prices"]

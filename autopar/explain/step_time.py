@@ -11,7 +11,7 @@ KINDS = {
     "compute_s": ("compute", "forward and backward; each op as long as its FLOPs or its bytes take"),
     "again_compute_s": ("  made again", "of compute: forward once more of what backward lacks"),
     "optimizer_s": ("optimizer", ""),  # see `_passes`
-    "exposed_s": ("exposed communication", "of activations: compute waits for it"),
+    "exposed_s": ("exposed communication", "compute waits for it, or stands still beside it"),
     "again_exposed_s": ("  made again", "of exposed communication: collectives run once more"),
     "waits_s": ("waiting for parameters", "communication of parameters and gradients that nothing runs beside"),
     "send_s": ("waiting for other stages", "while what crosses is under way"),

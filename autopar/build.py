@@ -15,7 +15,7 @@ from torch import fx
 from autopar.capture import Capture, to_float64
 from autopar.choosing.wiring import weights_of
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NeedsWholeBatch
 from autopar.mixed_precision import reduced_in
 from autopar.passes import PREPARE, run
 from autopar.passes.complete_layouts import complete_layouts, complete_prologue, treat
@@ -90,6 +90,13 @@ def in_microbatches(whole: Prepared) -> Prepared:
         batched = [i.name for i in captured.inputs if i.batch]
         tail = split_tail(body, frozenset(captured.parameters), batched, captured.batch)
     return Prepared(body, prologue, hoisted, captured, whole.forwards_first, tail)
+
+
+def with_way_out(error: NeedsWholeBatch, captured: Capture) -> NeedsWholeBatch:
+    """Microbatches are refused: says so where a pipeline could run them, all forward before the first backward."""
+    if prepare(captured, 2, forwards_first=True).tail is None:
+        return error
+    return NeedsWholeBatch(error.what, ", or pp and schedule=gpipe: all forwards come first")
 
 
 def _dtypes(gm: fx.GraphModule, captured: Capture) -> dict[str, Dtypes]:

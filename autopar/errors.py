@@ -34,3 +34,18 @@ class NothingFits(AutoparError):
     def __init__(self, message: str, plan: Plan | None) -> None:
         super().__init__(message)
         self.plan = plan
+
+
+class NeedsWholeBatch(AutoparError):
+    """An op cannot run in microbatches, since it needs all rows at once.
+
+    Example:
+        >>> print(NeedsWholeBatch("cross_entropy (train.py:9)"))
+        cross_entropy (train.py:9) needs the whole batch at once, so it cannot run in microbatches. Set microbatches=1.
+    """
+
+    def __init__(self, what: str, way_out: str = "") -> None:
+        super().__init__(
+            f"{what} needs the whole batch at once, so it cannot run in microbatches. Set microbatches=1{way_out}."
+        )
+        self.what = what

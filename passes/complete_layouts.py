@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from torch import fx
 
-from autopar.errors import AutoparError
+from autopar.errors import NeedsWholeBatch
 from autopar.passes.changes import cost
 from autopar.passes.completion import Completion, is_op, produced_parts
 from autopar.passes.divide_work import Keep, Undivided, divide_work
@@ -57,10 +57,7 @@ def cheapest(
             best = (price, choice, plan)
     if best is None or math.isinf(best[0]):
         known = fact(node)
-        raise AutoparError(
-            f"{known.fqn or node.name}: {node.target} ({known.source}) needs the whole batch at once, so it cannot "
-            f"run in microbatches. Set microbatches=1."
-        )
+        raise NeedsWholeBatch(f"{known.fqn or node.name}: {node.target} ({known.source})")
     return best[1], best[2]
 
 
@@ -109,7 +106,7 @@ def complete_layouts(
 
     ``parameters``: the get_attr targets that are parameters; ``batch_inputs``: the placeholders whose dim 0 is
     the batch; ``zero``: how parameters rest over the followed axes (``docs/design.md`` section 6). Returns the graph,
-    and each axis with an op that it leaves whole. Raises AutoparError where the batch cannot be cut into microbatches.
+    and each axis with an op that it leaves whole. Raises NeedsWholeBatch where microbatches cannot be cut.
     """
     state = Completion(gm, mesh, parameters)
     keep = keep or {}

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autopar.errors import AutoparError
+from autopar.errors import NeedsWholeBatch
 from autopar.passes.calls import call_key
 from autopar.passes.complete_layouts import arriving, cheapest
 from autopar.passes.completion import is_op
@@ -33,7 +33,7 @@ class TimeChoices:
 def follow_time(gm: fx.GraphModule, batch_inputs: frozenset[str], rows: tuple[int, ...]) -> TimeChoices:
     """Follow the batch of the inputs through the graph. ``rows``: of each microbatch.
 
-    Raises AutoparError where an op needs the whole batch at once."""
+    Raises NeedsWholeBatch where an op needs the whole batch at once."""
     return follow_axis(gm, batch_inputs, Axis("time", len(rows), rows))
 
 
@@ -54,13 +54,13 @@ def undecided(gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis) -> l
 
 def _followed(
     gm: fx.GraphModule, batch_inputs: frozenset[str], axis: Axis, held: Held | None = None
-) -> tuple[TimeChoices, dict[fx.Node, AutoparError]]:
+) -> tuple[TimeChoices, dict[fx.Node, NeedsWholeBatch]]:
     """What is decided, and the ops for which there is no way; what follows from these has no layout."""
     mesh = Mesh((axis,))
     ops: dict[fx.Node, Choice] = {}
     layouts: dict[fx.Node, Layout] = {}
-    refused: dict[fx.Node, AutoparError] = {}
-    memo: dict[Hashable, tuple[Choice, Strategy] | AutoparError] = {}
+    refused: dict[fx.Node, NeedsWholeBatch] = {}
+    memo: dict[Hashable, tuple[Choice, Strategy] | NeedsWholeBatch] = {}
     for node in gm.graph.nodes:
         if is_op(node):
             operands = operand_nodes(node)
@@ -70,7 +70,7 @@ def _followed(
             key = (call_key(node), have, None if held is None else held.cuts(node, have, 0))
             if key not in memo:
                 memo[key] = _decide(node, have, mesh, held)
-            if isinstance(decided := memo[key], AutoparError):
+            if isinstance(decided := memo[key], NeedsWholeBatch):
                 refused[node] = decided
                 continue
             ops[node], made = decided
@@ -97,10 +97,7 @@ def _refuse_split_buffers(output: fx.Node, layouts: dict[fx.Node, Layout]) -> No
     for name, node in result["buffers"].items():
         assert isinstance(node, fx.Node)
         if layouts[node].kinds != "R":
-            raise AutoparError(
-                f"{name}: the value that forward gives this buffer ({fact(node).source}) needs the whole batch at "
-                f"once, so it cannot run in microbatches. Set microbatches=1."
-            )
+            raise NeedsWholeBatch(f"{name}: the value that forward gives this buffer ({fact(node).source})")
 
 
 def cut_alike(known: TimeChoices, rows: tuple[int, ...]) -> bool:
@@ -112,10 +109,10 @@ def cut_alike(known: TimeChoices, rows: tuple[int, ...]) -> bool:
 
 def _decide(
     node: fx.Node, have: tuple[Layout, ...], mesh: Mesh, held: Held | None
-) -> tuple[Choice, Strategy] | AutoparError:
+) -> tuple[Choice, Strategy] | NeedsWholeBatch:
     try:
         offered = ((c, strategy(node, mesh, [c], (0,))) for c in choices(node, mesh, 0, arriving(node, have, 0)))
         legal = [(c, plan) for c, plan in offered if plan is not None]
         return cheapest(node, have, held.of(node, legal, have, 0) if held else legal, mesh)
-    except AutoparError as error:
+    except NeedsWholeBatch as error:
         return error

@@ -21,7 +21,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_map
 
-from autopar.errors import AutoparError
+from autopar.errors import NeedsWholeBatch
 from autopar.passes.changes import Step, cost, path, settle
 from autopar.passes.facts import KEY, Fact, Strategy, fact, is_tensor, operand_nodes, value
 from autopar.passes.layout import WHOLE, Layout, Mesh
@@ -44,7 +44,7 @@ class Tree:
 def insert_changes(gm: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
     """Make every change of layout a node. Needs strategies on all nodes (complete_layouts).
 
-    Raises AutoparError where a change would have to cross microbatches.
+    Raises NeedsWholeBatch where a change would have to cross microbatches.
     """
     place = {node: i for i, node in enumerate(gm.graph.nodes)}
     order = list(gm.graph.nodes)
@@ -148,7 +148,9 @@ def grow(producer: fx.Node, uses: Sequence[tuple[int, Layout]], mesh: Mesh) -> T
         )
         price_, _, _, source, target = best
         if math.isinf(price_):
-            raise AutoparError(_impossible(producer, source, target))
+            known = fact(producer)
+            where = known.fqn or known.source or producer.name
+            raise NeedsWholeBatch(f"{where}: {known.source or producer.name} ({source} as {target})")
         steps = path(source, target, v, mesh)
         assert steps is not None
         for step in steps:
@@ -200,12 +202,3 @@ def _replace(user: fx.Node, slot: int, new: fx.Node) -> None:
 
     args, kwargs = tree_map(swap, (user.args, user.kwargs))
     user.args, user.kwargs = args, kwargs
-
-
-def _impossible(producer: fx.Node, source: Layout, target: Layout) -> str:
-    known = fact(producer)
-    where = known.fqn or known.source or producer.name
-    return (
-        f"{where}: microbatches cannot be told apart here ({known.source or producer.name} needs the whole batch at "
-        f"once: {source} as {target}). Set microbatches=1."
-    )

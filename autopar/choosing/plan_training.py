@@ -11,11 +11,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.build import Prepared, choose, prepare
+from autopar.build import Prepared, choose, prepare, with_way_out
 from autopar.capture import Capture
 from autopar.choosing.in_stages import NothingToTry
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, NothingFits
+from autopar.errors import AutoparError, NeedsWholeBatch, NothingFits
 from autopar.orders import forwards_first
 from autopar.passes.layout import Layout
 from autopar.pins import LAYOUT, OWN, Pins, is_named, resolve
@@ -62,12 +62,15 @@ def plan_training(
     _refuse_unknown(captured, pins)
     if rests:  # by an eval program that came first, whose ranks are these
         return _pinned(captured, pins, cluster, rests)
-    if is_searched(pins):
-        with suppress(NothingToTry):
-            return _solved(captured, pins, cluster, effort=effort, **options)
-    if (pins.pp or 1) > 1:
-        return _pipelined(captured, pins, cluster)
-    return _solved_with_axes(captured, pins, cluster)
+    try:
+        if is_searched(pins):
+            with suppress(NothingToTry):
+                return _solved(captured, pins, cluster, effort=effort, **options)
+        if (pins.pp or 1) > 1:
+            return _pipelined(captured, pins, cluster)
+        return _solved_with_axes(captured, pins, cluster)
+    except NeedsWholeBatch as error:
+        raise with_way_out(error, captured) from None
 
 
 def _refuse_unknown(captured: Capture, pins: Pins) -> None:

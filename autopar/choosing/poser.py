@@ -8,14 +8,14 @@ from functools import cached_property
 
 from torch import fx
 
-from autopar.build import Prepared, in_microbatches
+from autopar.build import Prepared, in_microbatches, with_way_out
 from autopar.capture import Capture
 from autopar.choosing.again import POLICIES
 from autopar.choosing.op_states import Menu
 from autopar.choosing.pose import Posed, mesh_of, pose
 from autopar.choosing.wiring import Known, Wiring, first_reads, kept_sides, weights_of, wire
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError
+from autopar.errors import NeedsWholeBatch
 from autopar.passes.complete_layouts import batch_dims
 from autopar.passes.divide_work import propose_parts
 from autopar.passes.expert_dims import EXPERTS, Held, experts_of
@@ -96,6 +96,7 @@ class Poser:
         self.menu = Menu()
         self._times: dict[int, TimeChoices | str] = {}
         self._finest: TimeChoices | None = None
+        self._refused: NeedsWholeBatch | None = None
         self._roles: dict[Body, Roles] = {}
 
     @property
@@ -149,8 +150,9 @@ class Poser:
             return self._finest
         try:
             found = follow_time(body.prepared.body, batched, rows)
-        except AutoparError as error:
-            return str(error)
+        except NeedsWholeBatch as error:
+            self._refused = self._refused or with_way_out(error, self.captured)
+            return str(self._refused)
         if not body.regular(found):
             return "equal layers would treat their microbatches differently"
         if max(rows) == self._rows_together:

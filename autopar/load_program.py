@@ -10,11 +10,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
-from torch.distributed.tensor import DTensor
 
 from autopar.placed import Placed
 from autopar.runtime.mesh import TIMEOUT, Ranks, connect, naming, nesting, placements
-from autopar.runtime.parameters import Names
+from autopar.runtime.parameters import Names, at_places
 from autopar.runtime.program import Program
 from autopar.runtime.source import Read, mesh_of, read_source
 
@@ -81,34 +80,36 @@ def load_program(folder: str | Path, *, inputs: str = "global", timeout: timedel
     ``loss = program.step(tokens, labels)``.
     """
     path = Path(folder)
-    ranks = connect(mesh_of(path), timeout)
+    mesh, stages = mesh_of(path)
+    ranks = connect(mesh, timeout, stages)
     ranks = replace(ranks, store=PrefixStore(f"written/{next(_programs)}", ranks.store))
     with naming(ranks, 0):
         read = read_source(path, ranks)
         names = _names(read, ranks)
-        constants = {name: read.tensors[f"constant/{name}"] for name in read.local.constants}
-        program = Program([read.local], names, ranks, constants, seed, units=[read.units])
+        constants = {
+            name.removeprefix("constant/"): tensor
+            for name, tensor in read.tensors.items()
+            if name.startswith("constant/")
+        }
+        program = Program(read.locals, names, ranks, constants, seed, read.pipeline, read.units)
     return Loaded(program, names, inputs)
 
 
 def _names(read: Read, ranks: Ranks) -> Names:
     """The model's names, with parameters that hold no values."""
-    mesh = ranks.mesh
-    order = nesting((p.layout(p.rest) for p in read.parameters), mesh)
-    device_mesh, root = ranks.device_mesh(order), Names()
+    order = nesting((p.layout(p.rest) for p in read.parameters), ranks.mesh)
+    device_meshes, root = [ranks.device_mesh(order, stage) for stage in range(ranks.stages)], Names()
     for p in read.parameters:
-        rest = p.layout(p.rest)
-        shape = rest.local_shape(p.shape, mesh, ranks.coordinates)
+        rest, here = p.layout(p.rest), ranks.stage in p.places
+        shape = rest.local_shape(p.shape, ranks.mesh, ranks.coordinates) if here else (0,)
         own = torch.full(shape, float("nan"), dtype=p.dtype, device=ranks.device)
-        whole = torch.empty(p.shape, device="meta")
-        placed = DTensor.from_local(
-            own, device_mesh, placements(rest, order), run_check=False, shape=whole.shape, stride=whole.stride()
-        )
+        placed = at_places(own, p.shape, placements(rest, order), device_meshes, p.places, ranks.stage)
         parameter = nn.Parameter(placed, requires_grad=p.trainable)
+        parameter._autopar_home = device_meshes[p.places[0]]  # type: ignore[attr-defined]
         for name in (p.name, *p.also):
             module, last = _module(root, name)
             module.register_parameter(last, parameter)
-    for name, kept in read.module.state.items():
+    for name, kept in read.state.items():
         module, last = _module(root, name)
         module.register_buffer(last, read.tensors[f"buffer/{name}"].to(ranks.device), persistent=kept)
     return root

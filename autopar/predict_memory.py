@@ -386,7 +386,7 @@ def walk_of(graph: fx.GraphModule) -> Walk:
 def _graphs(unit: Unit, parted: bool) -> None:
     graphs: list[fx.GraphModule | None] = [unit.kind.graph]
     if isinstance(unit, Explicit):
-        parts = (unit._parted.inputs, unit._parted.weights) if parted else ()
+        parts = (unit.parted.inputs, unit.parted.weights) if parted else ()
         graphs = [unit.made.forward, *((p.graph for p in parts if p) if parted else (unit.made.backward,))]
     for graph in graphs:
         if graph is not None:
@@ -407,9 +407,9 @@ class _Replay(Explicit):
             self.made, self.outputs, self.strides = unit.made, unit.outputs, unit.strides
 
     @property
-    def _parted(self) -> Parted:
+    def parted(self) -> Parted:
         assert isinstance(self.unit, Explicit)
-        return self.unit._parted
+        return self.unit.parted
 
     @property
     def input_reads(self) -> tuple[int, ...]:

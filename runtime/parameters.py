@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import Placement
 
 from autopar.errors import AutoparError
 from autopar.passes.layout import Layout, Mesh
@@ -75,11 +76,7 @@ def place(
         here = ranks.stage in held
         runs = layout.runs(shape, ranks.mesh, ranks.coordinates)
         own = _filled(parameter, runs if here else (((0, 0),),) * len(shape), ranks, real)
-        device_mesh, held_as = device_meshes[ranks.stage if here else held[0]], tuple(placements(layout, order))
-        meta = TensorMeta(parameter.shape, torch.empty(shape, device="meta").stride(), parameter.dtype)
-        spec = DTensorSpec(device_mesh, held_as, meta)
-        kind = DTensor if here else Elsewhere  # not from_local, which takes the shape () for none
-        dtensor = kind(own if here else own.new_empty(0), spec, requires_grad=False)  # type: ignore[no-untyped-call]
+        dtensor = at_places(own, shape, placements(layout, order), device_meshes, held, ranks.stage)
         placed[id(parameter)] = made = nn.Parameter(dtensor, requires_grad=parameter.requires_grad)
         made._autopar_home = device_meshes[held[0]]  # type: ignore[attr-defined]
     for buffer in model.buffers():
@@ -90,6 +87,23 @@ def place(
             _mark_empty(tensor)
         compute(names, {name: value for name, value in values.items() if value is not None})
     return names
+
+
+def at_places(
+    own: Tensor,
+    shape: Sequence[int],
+    held_as: Sequence[Placement],
+    device_meshes: Sequence[DeviceMesh],
+    places: Sequence[int],
+    place: int,
+) -> DTensor:
+    """A parameter of which ``own`` is this rank's piece where its ``place`` along the pipeline is one of ``places``;
+    else an `Elsewhere`. ``device_meshes``: of every place."""
+    here = place in places
+    meta = TensorMeta(torch.Size(shape), torch.empty(tuple(shape), device="meta").stride(), own.dtype)
+    spec = DTensorSpec(device_meshes[place if here else places[0]], tuple(held_as), meta)
+    kind = DTensor if here else Elsewhere  # not from_local, which takes the shape () for none
+    return kind(own if here else own.new_empty(0), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def compute(names: nn.Module, values: Mapping[str, Value]) -> dict[str, str]:

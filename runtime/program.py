@@ -172,7 +172,7 @@ class Program:
 
         Raises AutoparError where autograd runs a unit: it has no source of a backward.
         """
-        from autopar.runtime.write_source import save
+        from autopar.runtime.write_folder import save
 
         with naming(self.ranks, self.steps):
             save(self, Path(folder))

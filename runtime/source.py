@@ -23,12 +23,16 @@ import torch
 from torch import Tensor, fx
 
 from autopar.errors import AutoparError
+from autopar.passes.facts import Value
 from autopar.passes.layout import Axis, Layout, Mesh
 from autopar.passes.lower import InputUse, Local, OutputUse, ParameterUse
+from autopar.passes.split_tail import Tail
 from autopar.passes.split_units import Ref, UnitCall, UnitClass, UnitProgram
 from autopar.runtime.mesh import Ranks
+from autopar.runtime.pipeline import Crossing
 from autopar.runtime.run import Units
 from autopar.runtime.source_text import SHORT
+from autopar.runtime.stage import Stages
 from autopar.runtime.units import Gradient, Unit, laid_out
 
 PROGRAM, TENSORS = "program.py", "tensors.pt"
@@ -76,8 +80,8 @@ def tensor(name: str) -> Tensor:
 
 
 def for_rank(package: str, files: Mapping[str, Sequence[int]]) -> ModuleType:
-    """The file of units that was written for this rank. ``files``: name -> ranks."""
-    rank = _now().ranks.rank
+    """The file of units that was written for this rank. ``files``: name -> ranks (of a pipeline those of a stage)."""
+    rank = _now().ranks.place
     name = next(name for name, own in files.items() if rank in own)
     return importlib.import_module(f"{package}.units.{name}")
 
@@ -86,11 +90,25 @@ def for_rank(package: str, files: Mapping[str, Sequence[int]]) -> ModuleType:
 
 
 @dataclass(frozen=True, eq=False)
+class PartSource:
+    """One of two parts of a backward: ``function`` takes the arguments that it ``reads``, then what it is handed, and
+    returns the gradients of the arguments ``gradients``, of which those ``fresh`` have memory of their own; then, if
+    it is the first part, what the second is handed."""
+
+    function: Callable[..., tuple[Any, ...]]
+    reads: tuple[str, ...] = ()
+    gradients: tuple[str, ...] = ()
+    fresh: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, eq=False)
 class UnitSource:
     """The functions of one class of units. ``forward(*args)``: its ``outputs`` (``f32[4, 8]``: dtype and local shape of
     each), then what is saved; ``backward``: takes the arguments that it ``reads``, what was saved, and gradients of
     outputs (``tangents``: index -> strides), and returns the gradients of the arguments ``gradients``, of which those
-    ``fresh`` have memory of their own. One without backward runs forward only."""
+    ``fresh`` have memory of their own. One without backward runs forward only. Where backward is run in two parts,
+    ``inputs`` takes the arguments ``held``, what was saved and gradients of outputs, and ``weights`` what that carries
+    on; without ``inputs`` all of it is."""
 
     forward: Callable[..., tuple[Any, ...]]
     backward: Callable[..., tuple[Any, ...]] | None = None
@@ -99,6 +117,9 @@ class UnitSource:
     tangents: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
     gradients: tuple[str, ...] = ()
     fresh: tuple[str, ...] = ()
+    held: tuple[str, ...] | None = None
+    inputs: PartSource | None = None
+    weights: PartSource | None = None
 
     def __call__(self, *args: Ref, fqn: str = "") -> Any:
         """Note a call; its results as refs."""
@@ -124,10 +145,12 @@ class Written(Unit):
                 flows=tuple(i in tangents for i in range(len(source.outputs))),
             )
         )
-        self.source, self.outputs = source, len(source.outputs)
+        self.source, self.names, self.outputs = source, names, len(source.outputs)
         self.reads, self.tangents = tuple(map(names.index, source.reads)), tangents
         self.grads = tuple(map(names.index, gradients))
         self._forward, self._backward = emptying(source.forward), source.backward and emptying(source.backward)
+        self._inputs = emptying(source.inputs.function) if source.inputs else None
+        self._weights = emptying(source.weights.function) if source.weights else None
 
     def run(self, args: list[Any]) -> Sequence[Tensor]:
         made: tuple[Tensor, ...] = self._forward(args)
@@ -139,13 +162,46 @@ class Written(Unit):
 
     def backward(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Gradient]:
         assert self._backward is not None
+        return self._gradients(self.source, self._backward(self._given(read, held, tangents)))
+
+    @property
+    def input_reads(self) -> tuple[int, ...]:
+        return self.reads if self.source.held is None else tuple(map(self.names.index, self.source.held))
+
+    @property
+    def weight_reads(self) -> tuple[int, ...]:
+        return () if self.source.weights is None else tuple(map(self.names.index, self.source.weights.reads))
+
+    def inputs(self, read: list[Any], held: Any, tangents: list[Tensor]) -> tuple[list[Gradient], Any]:
+        part = self.source.inputs
+        if self.source.held is None:
+            return super().inputs(read, held, tangents)
+        given = self._given(read, held, tangents)
+        if part is None:
+            return [], given
+        assert self._inputs is not None
+        made = self._inputs(given)
+        n = len(part.gradients)
+        return self._gradients(part, made[:n]), list(made[n:])
+
+    def weights(self, read: list[Any], carried: Any) -> list[Gradient]:
+        if self.source.held is None:
+            return super().weights(read, carried)
+        part, given = self.source.weights, [*read, *carried]
+        read.clear()
+        carried.clear()
+        return [] if part is None or self._weights is None else self._gradients(part, self._weights(given))
+
+    def _given(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Any]:
         strides = self.source.tangents.values()
         given = [*read, *held, *(laid_out(g, s) for g, s in zip(tangents, strides, strict=True))]
         for emptied in (read, held, tangents):
             emptied.clear()
-        fresh = (name in self.source.fresh for name in self.source.gradients)
-        found = zip(self.grads, self._backward(given), fresh, strict=True)
-        return [Gradient(arg, g, own) for arg, g, own in found if g is not None]
+        return given
+
+    def _gradients(self, of: UnitSource | PartSource, made: Sequence[Any]) -> list[Gradient]:
+        found = zip(of.gradients, made, strict=True)
+        return [Gradient(self.names.index(name), g, name in of.fresh) for name, g in found if g is not None]
 
 
 def emptying(function: Callable[..., Any]) -> Callable[[list[Any]], Any]:
@@ -188,9 +244,9 @@ class Named:
     """Refs by name, for ``program.py``: ``Named("parameter", ("w", "b"))["b"]`` is ``("parameter", 1)``."""
 
     kind: str
-    names: tuple[str, ...]
+    names: tuple[Any, ...]
 
-    def __getitem__(self, name: str) -> Ref:
+    def __getitem__(self, name: str | int) -> Ref:
         return self.kind, self.names.index(name)
 
 
@@ -210,7 +266,8 @@ def draw(number: int) -> Ref:
 class Parameter:
     """``rest``: its layout between steps, ``use``: in the units that read it, ``enter``: the way between the two (none:
     it is used as it rests); ``also``: other names of it. One that no unit reads has no ``use``. ``use_dtype`` and
-    ``reduce_dtype``: as it is gathered and read, and as its gradient is reduced, where that is another one."""
+    ``reduce_dtype``: as it is gathered and read, and as its gradient is reduced, where that is another one;
+    ``places``: along a pipeline, where it is held."""
 
     name: str
     shape: tuple[int, ...]
@@ -224,6 +281,7 @@ class Parameter:
     also: tuple[str, ...] = ()
     use_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    places: tuple[int, ...] = (0,)
 
     def layout(self, text: str) -> Layout:
         """The layout that a text says."""
@@ -242,11 +300,16 @@ class Input:
 
 @dataclass(frozen=True)
 class Output:
-    """An output of the step, likewise; the first is the loss."""
+    """An output of the step, likewise; the first is the loss. Or what crosses from stage to stage."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: str
+
+    @property
+    def use(self) -> OutputUse:
+        """As programs have it."""
+        return OutputUse(self.shape, self.dtype, Layout.parse(self.layout, len(self.shape)))
 
 
 @dataclass(frozen=True)
@@ -257,28 +320,44 @@ class Prologue:
     args: tuple[Ref, ...]
 
 
+@dataclass(frozen=True)
+class WholeBatch:
+    """What a stage runs once a step on whole tensors of all microbatches: ``function`` returns the model's outputs
+    ``returns``. Its arguments come behind the outputs ``kept``; ``flows``: whether a gradient comes back to each."""
+
+    function: Callable[..., Any]
+    returns: tuple[int, ...]
+    kept: tuple[int, ...]
+    flows: tuple[bool, ...]
+
+
 # -- reading a folder ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Read:
-    """A folder for one rank. ``units``: for `Program`; ``module``: what ``program.py`` defines."""
+    """A folder for one rank. ``locals``, ``units``: of each of its stages, for `Program`, as ``pipeline`` is;
+    ``parameters``: of the model; ``state``: its buffers, and whether they are in the state dict."""
 
-    local: Local
-    units: Mapping[int, Units]
+    locals: tuple[Local, ...]
+    units: tuple[Mapping[int, Units], ...]
+    pipeline: Stages | None
     parameters: tuple[Parameter, ...]
+    state: Mapping[str, bool]
     tensors: Mapping[str, Tensor]
-    module: ModuleType
 
 
-def mesh_of(folder: Path) -> Mesh:
-    """The mesh that a folder was written for; reads the one line of ``program.py`` that says so."""
+def mesh_of(folder: Path) -> tuple[Mesh, int]:
+    """The mesh that a folder was written for, and how often it stands along a pipeline; reads the lines of
+    ``program.py`` that say so."""
     path = folder / PROGRAM
     if not path.is_file():
         raise AutoparError(f"load_program: {folder} has no {PROGRAM}. Give a folder that Program.save wrote.")
-    line = next(line for line in path.read_text().splitlines() if line.startswith("mesh = "))
+    lines = path.read_text().splitlines()
+    line = next(line for line in lines if line.startswith("mesh = "))
+    staged = next((line for line in lines if line.startswith("stages = ")), "stages = 1, 1")
     found: Mesh = eval(line.removeprefix("mesh = "), {"Mesh": Mesh, "Axis": Axis})
-    return found
+    return found, eval(staged.removeprefix("stages = "))[1]
 
 
 def read_source(folder: Path, ranks: Ranks) -> Read:
@@ -286,10 +365,40 @@ def read_source(folder: Path, ranks: Ranks) -> Read:
     tensors: dict[str, Tensor] = torch.load(folder / TENSORS, weights_only=True)
     with _read(_Reading(ranks, tensors)) as reading:
         module = _import(folder)
-        made: dict[UnitSource, Written] = {}
-        units = {rows: _units(function, reading, made) for rows, function in module.microbatches.items()}
-    local = _local(module, ranks, {rows: run.program for rows, run in units.items()})
-    return Read(local, units, module.parameters, tensors, module)
+        if not hasattr(module, "schedule"):
+            local, units = _stage(module, reading, ())
+            return Read((local,), (units,), None, module.parameters, module.state, tensors)
+    made = []
+    for stage in range(ranks.stage, module.stages[0], ranks.stages):
+        own: dict[str, Tensor] = torch.load(folder / f"stage_{stage}" / TENSORS, weights_only=True)
+        with _read(_Reading(ranks, own)) as reading:
+            made.append(_stage(_import(folder / f"stage_{stage}"), reading, module.crossings))
+    return Read(
+        tuple(local for local, _ in made),
+        tuple(units for _, units in made),
+        Stages(
+            [[_action(word) for word in rank.split()] for rank in module.schedule],
+            module.crossings,
+            tuple(output.use for output in module.crossed),
+            tuple((output.use, stage) for output, stage in module.outputs),
+            module.updated,
+            module.ties,
+        ),
+        module.parameters,
+        module.state,
+        tensors,
+    )
+
+
+def _action(word: str) -> tuple[str, int, int]:
+    chunk, microbatch = word[1:].split(".")
+    return word[0], int(chunk), int(microbatch)
+
+
+def _stage(module: ModuleType, reading: _Reading, crossings: tuple[Crossing, ...]) -> tuple[Local, Mapping[int, Units]]:
+    made: dict[UnitSource, Written] = {}
+    units = {rows: _units(function, reading, made) for rows, function in module.microbatches.items()}
+    return _local(module, reading.ranks, {rows: run.program for rows, run in units.items()}, crossings), units
 
 
 @contextmanager
@@ -330,7 +439,9 @@ def _units(function: Callable[[], Any], reading: _Reading, made: dict[UnitSource
     return Units.of(program, units)
 
 
-def _local(module: ModuleType, ranks: Ranks, units: Mapping[int, UnitProgram]) -> Local:
+def _local(
+    module: ModuleType, ranks: Ranks, units: Mapping[int, UnitProgram], crossings: tuple[Crossing, ...]
+) -> Local:
     used = [p for p in module.parameters if p.use is not None]
     local = Local(
         mesh=module.mesh,
@@ -339,11 +450,15 @@ def _local(module: ModuleType, ranks: Ranks, units: Mapping[int, UnitProgram]) -
         buffers=module.buffers,
         constants=module.constants,
         inputs=tuple(InputUse(i.name, i.shape, i.dtype, Layout.parse(i.layout, len(i.shape))) for i in module.inputs),
-        outputs=tuple(OutputUse(o.shape, o.dtype, Layout.parse(o.layout, len(o.shape))) for o in module.outputs),
+        outputs=tuple(output.use for output in module.outputs),
         buffer_updates=module.updated,
         body={},
         prologue=None if module.prologue is None else _prologue(module),
         enter={p.name: _enter(p, ranks, module.mesh) for p in used if p.enter is not None},
+        returns=getattr(module, "returns", None),
+        received=tuple(crossings[number] for number in getattr(module, "received", ())),
+        sent=tuple(crossings[number] for number in getattr(module, "sent", ())),
+        tail=_tail(getattr(module, "tail", None)),
     )
     vars(local)["units"] = units  # which else are made of the body
     return local
@@ -369,6 +484,16 @@ def _enter(p: Parameter, ranks: Ranks, mesh: Mesh) -> fx.GraphModule:
     return made
 
 
+def _tail(whole: WholeBatch | None) -> Tail | None:
+    if whole is None:
+        return None
+    graph = fx.Graph()
+    holders = tuple(graph.placeholder(f"whole_{i}") for i in range(len(whole.flows)))
+    graph.output(graph.call_function(whole.function, holders))
+    inputs = tuple(Value((), torch.float32, flows) for flows in whole.flows)  # of which only that is asked
+    return Tail(fx.GraphModule({}, graph), whole.returns, whole.kept, inputs)
+
+
 def _prologue(module: ModuleType) -> fx.GraphModule:
     """The prologue as `Program` calls it: of all parameters, buffers, constants and inputs, and the key."""
     graph = fx.Graph()
@@ -386,14 +511,17 @@ __all__ = [
     "PROGRAM",
     "TENSORS",
     "Axis",
+    "Crossing",
     "Input",
     "Mesh",
     "Named",
     "Output",
     "Parameter",
+    "PartSource",
     "Prologue",
     "Read",
     "UnitSource",
+    "WholeBatch",
     "Written",
     "coordinate",
     "device",

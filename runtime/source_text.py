@@ -104,7 +104,8 @@ def function(
 
 
 class Function:
-    """One graph as text. ``only``: the arguments, by index, that are written (all others must have no reader)."""
+    """One graph as text. ``only``: the arguments, by index, that are written (all others must have no reader);
+    ``unit``: the module that it is the graph of, by which remarks call what may have been traced for its like."""
 
     def __init__(
         self,
@@ -112,8 +113,9 @@ class Function:
         groups: Mapping[str, str],
         arguments: Mapping[int, tuple[str, str]],
         only: Sequence[int] | None = None,
+        unit: str = "",
     ) -> None:
-        self.only = only
+        self.only, self.unit = only, unit
         self.graph, self.groups, self.out = graph, groups, Template()
         self.nodes = list(graph.graph.nodes)
         self.inline = _inside(self.nodes)
@@ -122,7 +124,7 @@ class Function:
         taken: set[str] = set()
         for i, node in enumerate(self.nodes):
             given = node.op == "placeholder"
-            wanted, self.remarks[node] = arguments.get(i, (node.name, "")) if given else (_plain(node), "")
+            wanted, self.remarks[node] = arguments.get(i, (node.name, "")) if given else (short_name(node), "")
             if node.op != "output" and node not in self.inline:
                 self.names[node] = _word(wanted, taken)
 
@@ -148,7 +150,7 @@ class Function:
             if node.op == "output":
                 self._return(node.args[0], results)
             elif node in self.names and node.op != "placeholder" and not self._unpacked(node):
-                if (at := _where(node)) and at != where:
+                if (at := _where(node, self.unit)) and at != where:
                     self.out.add(f"    # {at}")
                     where = at
                 self._line(node)
@@ -291,13 +293,13 @@ def _stands_alone(node: fx.Node) -> bool:
     return all(node in user.args or node in user.kwargs.values() for user in node.users)
 
 
-def _plain(node: fx.Node) -> str:
-    """A short name."""
+def short_name(node: fx.Node) -> str:
+    """A short name, without the number that it has among all nodes of the model."""
     if node.target is operator.getitem:
         source, index = node.args
-        return f"{_plain(source)}_{index}"  # type: ignore[arg-type]
+        return f"{short_name(source)}_{index}"  # type: ignore[arg-type]
     name = re.sub(r"scaled_dot_product_\w*attention(_for_cpu)?", "attention", node.name)
-    return re.sub(r"_(default|Tensor|Scalar)(?=_\d+$|$)", "", name)
+    return re.sub(r"(_(default|Tensor|Scalar))?(_\d+)?$", "", name) or name
 
 
 def _text(a: Any) -> str:
@@ -333,10 +335,20 @@ def shape_text(val: Any) -> str:
     return ""
 
 
-def _where(node: fx.Node) -> str:
+def alike(fqn: str, unit: str) -> str:
+    """The name that a module of another unit has in its like ``unit``.
+
+    >>> alike("layers.0.mlp.up", "layers.12")
+    'layers.12.mlp.up'
+    """
+    pattern = r"\d+".join(map(re.escape, re.split(r"\d+", unit)))
+    return re.sub(rf"^{pattern}(?=\.|$)", lambda _: unit, fqn) if unit else fqn
+
+
+def _where(node: fx.Node, unit: str) -> str:
     """The module that an op lies in, and the line of the model that it came from."""
     stack = node.meta.get("nn_module_stack") or {}
-    fqn = str(list(stack.values())[-1][0]) if stack else ""
+    fqn = alike(str(list(stack.values())[-1][0]), unit) if stack else ""
     return "  ".join(filter(None, (fqn, source_of(node))))
 
 
@@ -348,10 +360,10 @@ def _word(name: str, taken: set[str]) -> str:
     word = re.sub(r"\W+", "_", name).strip("_") or "x"
     if not word.isidentifier() or keyword.iskeyword(word) or word in RESERVED:
         word = f"x_{word}"
-    while word in taken:
-        word += "_"
-    taken.add(word)
-    return word
+    names = itertools.chain([word], (f"{word}_{i}" for i in itertools.count(2)))
+    free = next(n for n in names if n not in taken)
+    taken.add(free)
+    return free
 
 
 # -- all ranks -------------------------------------------------------------------------------------------------------
@@ -435,4 +447,4 @@ class _Names:
         return {axis: f'coordinate("{axis}")' for axis in self.axes if axis in self.used} | self.set
 
 
-__all__ = ["Function", "Literal", "Merged", "Template", "function", "merge", "shape_text"]
+__all__ = ["Function", "Literal", "Merged", "Template", "alike", "function", "merge", "shape_text", "short_name"]

@@ -152,26 +152,27 @@ class Explicit(Unit):
         return self._ready(self.made.backward, len(self.grads))
 
     @cached_property
-    def _parted(self) -> Parted:
+    def parted(self) -> Parted:
+        """Its backward in two parts."""
         return split_backward(self.made, self.kind.kinds)
 
     @cached_property
     def _inputs(self) -> Ready | None:
-        part = self._parted.inputs
+        part = self.parted.inputs
         return self._ready(part.graph, len(part.grads)) if part else None
 
     @cached_property
     def _weights(self) -> Ready | None:
-        part = self._parted.weights
+        part = self.parted.weights
         return self._ready(part.graph, len(part.grads)) if part else None
 
     @property
     def input_reads(self) -> tuple[int, ...]:
-        return self._parted.held
+        return self.parted.held
 
     @property
     def weight_reads(self) -> tuple[int, ...]:
-        return self._parted.weights.reads if self._parted.weights else ()
+        return self.parted.weights.reads if self.parted.weights else ()
 
     def forward(self, args: list[Any]) -> tuple[Sequence[Tensor], Any]:
         made = self._forward(args)
@@ -184,7 +185,7 @@ class Explicit(Unit):
         given = self._given(read, held, tangents)
         if self._inputs is None:
             return [], given
-        made, part = self._inputs(given), self._parted.inputs
+        made, part = self._inputs(given), self.parted.inputs
         assert part is not None
         n = len(part.grads)
         return _gradients(part, made[:n]), list(made[n:])
@@ -193,7 +194,7 @@ class Explicit(Unit):
         given = [*read, *carried]
         read.clear()
         carried.clear()
-        part = self._parted.weights
+        part = self.parted.weights
         return [] if self._weights is None or part is None else _gradients(part, self._weights(given))
 
     def _given(self, read: list[Any], held: Any, tangents: list[Tensor]) -> list[Any]:

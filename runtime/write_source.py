@@ -1,10 +1,7 @@
-"""A program as a folder of readable Python: `Program.save`.
+"""A rank's program, or a stage of it, as readable Python; `runtime.write_folder` makes files of those of all ranks.
 
-``units/*.py`` have the forward and backward of each class of units, ``program.py`` the parameters and their ways, the
-calls of the units and what comes in and out; ``tensors.pt`` has constants and buffers. `autopar.load_program` runs it
-without the model's code and without planning. Ranks share files: what differs among them is a literal that is looked
-up by the rank's coordinates, and only units whose ops differ (a rank that keeps a value where others write zeros) are
-files of their own, named by their ranks.
+A stage of a pipeline has what it receives and sends beside its inputs and outputs; what the stages have in common is in
+the folder above them.
 """
 
 from __future__ import annotations
@@ -12,32 +9,28 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from itertools import compress, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import fx, nn
 
 from autopar.errors import AutoparError
 from autopar.passes.facts import LAYOUT
-from autopar.passes.layout import Layout, Mesh
+from autopar.passes.layout import Layout
 from autopar.passes.split_units import Ref, UnitCall, UnitProgram
 from autopar.runtime.opaque import OPAQUE
-from autopar.runtime.source import PROGRAM, TENSORS
-from autopar.runtime.source_text import HOLE, WIDTH, Function, Literal, Merged, Template, merge, shape_text
+from autopar.runtime.source_text import HOLE, WIDTH, Function, Literal, Template, alike, shape_text, short_name
 from autopar.runtime.units import Explicit, Unit
 
 if TYPE_CHECKING:
     from autopar.passes.differentiate import Saved
-    from autopar.passes.lower import Local
-    from autopar.runtime.program import Program
+    from autopar.passes.lower import Local, OutputUse
     from autopar.runtime.run import Units
 
-PIPELINE = "save_source: a pipeline is not written as source yet. Pin pp=1."
-REFS = {"parameter": "P", "buffer": "B", "constant": "C", "input": "X", "hoisted": "H"}
+REFS = {"parameter": "P", "buffer": "B", "constant": "C", "input": "X", "received": "R"}
 
 
 @dataclass(frozen=True)
@@ -52,19 +45,20 @@ class Source:
 @dataclass(frozen=True)
 class Tree:
     """Names of a model beside those in `Local`. ``also``: other names of a parameter; ``unread``: parameters that no
-    unit reads; ``buffers``: all, and whether they are part of the state."""
+    unit reads; ``buffers``: all, and whether they are part of the state. The keys of ``also`` are
+    all parameters as the model has them, so that optimizers number them alike."""
 
     also: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     unread: Mapping[str, tuple[tuple[int, ...], torch.dtype, bool]] = field(default_factory=dict)
     buffers: Mapping[str, bool] = field(default_factory=dict)
 
     @staticmethod
-    def of(tensors: nn.Module, local: Local) -> Tree:
-        """The names of what `runtime.parameters.place` made."""
+    def of(tensors: nn.Module, read: Collection[str]) -> Tree:
+        """The names of what `runtime.parameters.place` made. ``read``: the parameters that units read."""
         names: dict[int, list[str]] = {}
         for fqn, parameter in tensors.named_parameters(remove_duplicate=False):
             names.setdefault(id(parameter), []).append(fqn)
-        read, also, unread = {use.fqn for use in local.parameters}, {}, {}
+        also, unread = {}, {}
         for parameter in tensors.parameters():
             every = names[id(parameter)]
             first = next((n for n in every if n in read), every[0])
@@ -79,59 +73,21 @@ class Tree:
         return Tree(also, unread, {name: name not in apart for name, _ in tensors.named_buffers()})
 
 
-def save(program: Program, folder: Path) -> None:
-    """Write the programs of all ranks; collective. Rank 0 writes."""
-    ranks = program.ranks
-    if ranks.stages > 1 or len(program.stages) > 1:
-        raise AutoparError(PIPELINE)
-    groups = {name: axis for axis, name in ranks.group_names.items()}
-    (stage,) = program.stages
-    own = source_of(stage.local, stage.units, groups, Tree.of(program.tensors, stage.local))
-    every: list[Any] = [None] * ranks.count
-    dist.all_gather_object(every, own, group=ranks.world)
-    if ranks.rank == 0:
-        buffers = {f"buffer/{n}": b.detach().cpu() for n, b in program.tensors.named_buffers()}
-        constants = zip(stage.local.constants, stage.constants, strict=True)
-        tensors = buffers | {f"constant/{n}": c.detach().cpu() for n, c in constants}
-        write(folder, every, program.mesh, tensors)
-    ranks.gather_numbers([0])  # nobody reads what is not written
-
-
-def write(folder: Path, sources: Sequence[Source], mesh: Mesh, tensors: Mapping[str, Tensor]) -> None:
-    """Write a folder. ``sources``: of all ranks in order."""
-    coordinates = [mesh.coordinates(r) for r in range(mesh.ranks)]
-    axes = [mesh.axes[a].name for a in mesh.space]
-    (folder / "units").mkdir(parents=True, exist_ok=True)
-    files: dict[str, dict[str, tuple[int, ...]]] = {}
-    every, held = sources[0], dict(tensors)
-    for name in dict.fromkeys(n for s in sources for n in s.units):
-        ranks = [r for r, s in enumerate(sources) if name in s.units]
-        merged = merge([sources[r].units[name] for r in ranks], [coordinates[r] for r in ranks], axes)
-        for text in merged:
-            own = tuple(ranks[r] for r in text.ranks)
-            file = name if len(merged) == 1 else f"{name}_at_{'_'.join(map(str, own))}"
-            files.setdefault(name, {})[file] = own
-            (folder / "units" / f"{file}.py").write_text(
-                _unit_file(every.docs[name], own if len(merged) > 1 else (), text)
-            )
-        for r in ranks:
-            held |= sources[r].units[name].tensors
-    (program,) = merge([s.program for s in sources], coordinates, axes)
-    (folder / PROGRAM).write_text(_program_file(program, mesh, files))
-    torch.save(held, folder / TENSORS)
-
-
 # -- one rank --------------------------------------------------------------------------------------------------------
 
 
-def source_of(local: Local, units: Mapping[int, Units], groups: Mapping[str, str], tree: Tree) -> Source:
-    """What a rank has to write. ``groups``: name of a c10d group -> its axis."""
-    return _Writer(local, groups, tree).run(units)
+def source_of(
+    local: Local, units: Mapping[int, Units], groups: Mapping[str, str], tree: Tree | None, parted: bool = False
+) -> Source:
+    """What a rank has to write. ``groups``: name of a c10d group -> its axis; ``tree``: None for a stage, whose names
+    stand with those of the others; ``parted``: its backward is run in two parts."""
+    return _Writer(local, groups, tree, parted).run(units)
 
 
 class _Writer:
-    def __init__(self, local: Local, groups: Mapping[str, str], tree: Tree) -> None:
-        self.local, self.groups, self.tree = local, groups, tree
+    def __init__(self, local: Local, groups: Mapping[str, str], tree: Tree | None, parted: bool) -> None:
+        self.local, self.groups, self.tree, self.parted = local, groups, tree or Tree(), parted
+        self.staged = tree is None
         self.names: dict[int, str] = {}  # id of a class -> its file
         self.units: dict[str, Template] = {}
         self.docs: dict[str, str] = {}
@@ -160,6 +116,8 @@ class _Writer:
         for rows, run in units.items():
             self._microbatch(run, rows if len(units) > 1 else 0)
         self._prologue()
+        if self.staged:
+            self._tail()
         names = ", ".join(f"{rows}: {_microbatch_name(rows if len(units) > 1 else 0)}" for rows in units)
         self.out.add(f"microbatches = {{{names}}}")
         return Source(self.out, self.units, self.docs)
@@ -172,9 +130,9 @@ class _Writer:
         arguments = self._arguments(unit, calls[0])
         out = Template()
         if isinstance(unit, Explicit):
-            self._explicit(out, unit, arguments)
+            self._explicit(out, unit, arguments, calls[0].fqn)
         else:
-            forward = Function(unit.kind.graph, self.groups, arguments)
+            forward = Function(unit.kind.graph, self.groups, arguments, unit=calls[0].fqn)
             out.extend(forward.write("forward"))
             out.add("")
             out.add("")
@@ -206,9 +164,10 @@ class _Writer:
                 remark = name if kind != "parameter" else self._parameter_remark(number)
                 found[i] = name.removeprefix(f"{call.fqn}.") if call.fqn else name, remark
             elif kind == "value":
-                found[i] = holder.name, str(holder.meta.get(LAYOUT, ""))
+                found[i] = short_name(holder), str(holder.meta.get(LAYOUT, ""))
             else:
-                found[i] = holder.name, {"input": "input", "hoisted": "of the prologue"}.get(kind, "")
+                remarks = {"input": "input", "hoisted": "of the prologue", "received": "of another stage"}
+                found[i] = short_name(holder), remarks.get(kind, "")
         return found
 
     def _parameter_remark(self, number: int) -> str:
@@ -224,37 +183,59 @@ class _Writer:
         }
         return lists[kind]
 
-    def _explicit(self, out: Template, unit: Explicit, arguments: Mapping[int, tuple[str, str]]) -> None:
+    def _explicit(self, out: Template, unit: Explicit, arguments: Mapping[int, tuple[str, str]], fqn: str) -> None:
         made, outputs = unit.made, len(unit.kind.flows)
-        forward = Function(made.forward, self.groups, arguments)
+        forward = Function(made.forward, self.groups, arguments, unit=fqn)
         results = [_result_remark(unit, i) for i in range(outputs)]
-        results += [_saved(saved, forward.outputs) for saved in made.saved]
+        results += [_saved(saved, forward.outputs, fqn) for saved in made.saved]
         out.extend(forward.write("forward", results))
         given = forward.inputs
-        names = {
-            **{i: (given[k], "as in forward") for i, k in enumerate(made.keeps)},
-            **{
-                len(made.keeps) + i: (forward.outputs[outputs + i], "saved")
-                for i in range(len(forward.outputs) - outputs)
-            },
-        }
-        names |= {len(names) + i: (f"grad_{forward.outputs[t]}", "") for i, t in enumerate(made.tangents)}
+        saved = [(name, "saved") for name in forward.outputs[outputs:]]
+        behind = [*saved, *((f"grad_{forward.outputs[t]}", "") for t in made.tangents)]
+
+        def function(
+            name: str, graph: fx.GraphModule, args: Sequence[int], others: Sequence[tuple[str, str]]
+        ) -> Function:
+            names = dict(enumerate([*((given[i], "as in forward") for i in args), *others]))
+            text = Function(graph, self.groups, names, unit=fqn)
+            out.add("")
+            out.add("")
+            out.extend(text.write(name))
+            return text
+
+        def listed(name: str, args: Sequence[int], of: Sequence[bool] | None = None) -> None:
+            _tuple(out, name, [quoted(given[i]) for i in compress(args, of or repeat(True))])
+
         assert made.backward is not None
-        out.add("")
-        out.add("")
-        out.extend(Function(made.backward, self.groups, names).write("backward"))
+        parts = unit.parted if self.parted else None
+        function("backward", made.backward, made.keeps, behind)
+        if parts is not None and parts.inputs is not None:
+            text = function("inputs", parts.inputs.graph, parts.inputs.reads, behind)
+            behind = [(name, "carried") for name in text.outputs[len(parts.inputs.grads) :]]
+        if parts is not None and parts.weights is not None:
+            own = [] if parts.inputs is not None else [(given[i], "as in forward") for i in parts.held]
+            function("weights", parts.weights.graph, parts.weights.reads, [*own, *behind])
         out.add("")
         out.add("")
         out.add("unit = UnitSource(")
         out.add("    forward,")
         out.add("    backward,")
         self._outputs(out, unit)
-        of = [given[i] for i in made.grads]
-        _tuple(out, "reads", [quoted(given[i]) for i in made.keeps])
+        listed("reads", made.keeps)
         strides = [Literal("strides", str(tuple(s))) for s in unit.strides]
         out.add(f"    tangents={{{', '.join(f'{i}: {HOLE}' for i in made.tangents)}}},", strides)
-        _tuple(out, "gradients", [quoted(name) for name in of])
-        _tuple(out, "fresh", [quoted(name) for name, fresh in zip(of, made.fresh, strict=True) if fresh])
+        listed("gradients", made.grads)
+        listed("fresh", made.grads, made.fresh)
+        if parts is not None:
+            listed("held", parts.held)
+        for name, part in [] if parts is None else [("inputs", parts.inputs), ("weights", parts.weights)]:
+            if part is not None:
+                out.add(f"    {name}=PartSource(")
+                out.add(f"    {name},")
+                listed("reads", part.reads)
+                listed("gradients", part.grads)
+                listed("fresh", part.grads, part.fresh)
+                out.add("    ),")
         out.add(")")
 
     def _outputs(self, out: Template, unit: Unit) -> None:
@@ -267,7 +248,7 @@ class _Writer:
 
     def _parameters(self) -> None:
         ways: dict[tuple[Any, ...], str] = {}
-        lines: list[str] = []
+        lines: dict[str, str] = {}
         for use in self.local.parameters:
             words = [quoted(use.fqn), repr(use.shape), str(use.dtype), f'"{use.rest}"', f'"{use.use}"']
             words += [f'"{use.gather}"', f'"{use.reduce}"']
@@ -275,21 +256,13 @@ class _Writer:
                 words.append(f"enter={self._way(self.local.enter[use.fqn], ways)}")
             words += [] if use.trainable else ["trainable=False"]
             words += [f"{key}={getattr(use, key)}" for key in ("use_dtype", "reduce_dtype") if getattr(use, key)]
-            lines.append(f"    Parameter({', '.join(words + self._also(use.fqn))}),")
-        for fqn, (shape, dtype, trainable) in self.tree.unread.items():
-            rest = Layout.uniform("I", len(self.local.mesh.axes), len(shape))
-            words = [quoted(fqn), repr(shape), str(dtype), f'"{rest}"', *([] if trainable else ["trainable=False"])]
-            lines.append(f"    Parameter({', '.join(words + self._also(fqn))}),  # read by no unit")
+            lines[use.fqn] = f"    Parameter({', '.join(words + other_names(self.tree, use.fqn))}),"
         self.out.add(
             "parameters = (  # name, shape, dtype, how it rests, how units read it, gathered, gradient reduced"
         )
-        for line in lines:
+        for line in in_order(lines, self.tree, len(self.local.mesh.axes)):
             self.out.add(line)
         self.out.add(")")
-
-    def _also(self, fqn: str) -> list[str]:
-        also = self.tree.also.get(fqn, ())
-        return [f"also={quoted(also)}"] if also else []
 
     def _way(self, graph: Any, ways: dict[tuple[Any, ...], str]) -> str:
         """The function of a chain from rest to use; equal ones are written once."""
@@ -306,23 +279,27 @@ class _Writer:
         out, local = self.out, self.local
         out.add(f"buffers = {quoted(tuple(local.buffers))}")
         out.add(f"constants = {quoted(tuple(local.constants))}")
-        out.add("state = {  # every buffer -> whether it is in the state dict")
-        for name, kept in self.tree.buffers.items():
-            out.add(f"    {quoted(name)}: {kept},")
-        out.add("}")
+        for line in [] if self.staged else state_lines(self.tree):
+            out.add(line)
         out.add("inputs = (  # name, global shape, dtype, layout of a rank's piece of a microbatch")
         for i in local.inputs:
             out.add(f'    Input({quoted(i.name)}, {i.shape!r}, {i.dtype}, "{i.layout}"),')
         out.add(")")
         out.add("outputs = (  # the loss first")
         for o in local.outputs:
-            out.add(f'    Output({o.shape!r}, {o.dtype}, "{o.layout}"),')
+            out.add(f"    {output_text(o)},")
         out.add(")")
         out.add(f"updated = {quoted(tuple(local.buffer_updates))}")
+        if self.staged:
+            out.add(f"returns = {local.returns!r}  # which of the model's outputs these are")
+            out.add(f"received = {tuple(c.number for c in local.received)!r}  # values of other stages")
+            out.add(f"sent = {tuple(c.number for c in local.sent)!r}  # returned behind the outputs")
         out.add("")
-        out.add('P = Named("parameter", tuple(p.name for p in parameters))')
+        out.add('P = Named("parameter", tuple(p.name for p in parameters if p.use))')
         out.add('B, C = Named("buffer", buffers), Named("constant", constants)')
         out.add('X = Named("input", tuple(i.name for i in inputs))')
+        if local.received:
+            out.add('R = Named("received", received)')
         out.add("")
         out.add("")
 
@@ -352,7 +329,7 @@ class _Writer:
         self.out.add("")
 
     def _value(self, ref: Ref, program: UnitProgram, values: dict[Ref, str]) -> str:
-        is_loss = bool(program.outputs) and ref == program.outputs[0]
+        is_loss = self.local.has_loss and ref == program.outputs[0]
         values[ref] = "loss" if is_loss else f"h{ref[1]}"
         return values[ref]
 
@@ -366,6 +343,8 @@ class _Writer:
             return kind.upper()
         if kind == "hoisted":
             return f'("hoisted", {i})'
+        if kind == "received":
+            return f"R[{self.local.received[i].number}]"
         return f'{REFS[kind]}["{self._list(kind)[i]}"]'
 
     def _prologue(self) -> None:
@@ -385,6 +364,48 @@ class _Writer:
         self.out.add("")
         self.out.add(f"prologue = Prologue(once, ({''.join(self._ref(refs[i], {}) + ', ' for i in used)}))")
 
+    def _tail(self) -> None:
+        tail = self.local.tail
+        if tail is None:
+            self.out.add("tail = None")
+            return
+        doc = "Once a step, on whole tensors of all microbatches, by autograd: outputs of the model, the loss first."
+        self.out.extend(Function(tail.graph, self.groups, {}).write("end", doc=doc))
+        self.out.add("")
+        self.out.add("")
+        flows = tuple(value.grad for value in tail.inputs)
+        self.out.add(f"tail = WholeBatch(end, returns={tail.returns!r}, kept={tail.kept!r}, flows={flows!r})")
+
+
+# -- names -----------------------------------------------------------------------------------------------------------
+
+
+def other_names(tree: Tree, fqn: str) -> list[str]:
+    """The argument that says the other names of a parameter, if it has any."""
+    names = tree.also.get(fqn, ())
+    return [f"also={quoted(names)}"] if names else []
+
+
+def in_order(lines: Mapping[str, str], tree: Tree, axes: int) -> list[str]:
+    """The lines of parameters, by name, and of those that no unit reads, in its order. ``axes``: of the mesh."""
+    found = dict(lines)
+    for fqn, (shape, dtype, trainable) in tree.unread.items():
+        rest = Layout.uniform("I", axes, len(shape))
+        words = [quoted(fqn), repr(shape), str(dtype), f'"{rest}"', *([] if trainable else ["trainable=False"])]
+        found[fqn] = f"    Parameter({', '.join(words + other_names(tree, fqn))}),  # read by no unit"
+    return [found[fqn] for fqn in tree.also or found]
+
+
+def state_lines(tree: Tree) -> list[str]:
+    """The lines that say which buffers there are."""
+    kept = [f"    {quoted(name)}: {kept}," for name, kept in tree.buffers.items()]
+    return ["state = {  # every buffer -> whether it is in the state dict", *kept, "}"]
+
+
+def output_text(use: OutputUse) -> str:
+    """An output, or what crosses from stage to stage."""
+    return f'Output({use.shape!r}, {use.dtype}, "{use.layout}")'
+
 
 def _result_remark(unit: Unit, i: int) -> str:
     (results,) = unit.kind.graph.graph.output_node().args
@@ -392,9 +413,9 @@ def _result_remark(unit: Unit, i: int) -> str:
     return f"result{'' if layout is None else f': {layout}'}"
 
 
-def _saved(saved: Saved, outputs: Sequence[str]) -> str:
+def _saved(saved: Saved, outputs: Sequence[str], unit: str) -> str:
     """What a tensor is that forward keeps for backward."""
-    op, where = saved.op.removesuffix(".default"), f" in {saved.fqn}" if saved.fqn else ""
+    op, where = saved.op.removesuffix(".default"), f" in {alike(saved.fqn, unit)}" if saved.fqn else ""
     return f"saved: {op}{where}" + ("" if saved.result is None else f", in the memory of {outputs[saved.result]}")
 
 
@@ -417,10 +438,6 @@ def quoted(a: str | tuple[str, ...]) -> str:
     return f"({', '.join(map(quoted, a))}{',' * (len(a) == 1)})"
 
 
-def _files(by: Mapping[str, tuple[int, ...]]) -> str:
-    return "{" + ", ".join(f"{quoted(name)}: {ranks!r}" for name, ranks in by.items()) + "}"
-
-
 def _microbatch_name(rows: int) -> str:
     return f"microbatch_of_{rows}" if rows else "microbatch"
 
@@ -437,77 +454,4 @@ def _doc(unit: Unit, calls: Sequence[UnitCall], rows: int) -> str:
     return f"{units}: {what} on one rank{of_rows}" + (f"; {again}." if again else ".")
 
 
-# -- files -----------------------------------------------------------------------------------------------------------
-
-
-def _unit_file(doc: str, ranks: Sequence[int], merged: Merged) -> str:
-    only = f" Of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}." if ranks else ""
-    words = ["UnitSource", *_called(merged, "coordinate", "device", "group", "tensor")]
-    return "\n".join([
-        f'"""{doc}{only}"""',
-        "",
-        *_imports(merged, words),
-        merged.text,
-        "",
-    ])  # fmt: skip
-
-
-def _called(merged: Merged, *words: str) -> list[str]:
-    """Those of the functions that the text calls."""
-    text = "\n".join([merged.text, *merged.names.values()])
-    return [word for word in words if re.search(rf"\b{word}\(", text)]
-
-
-def _imports(merged: Merged, words: Sequence[str]) -> list[str]:
-    spaces = {"aten": "torch.ops.aten", "ours": "torch.ops.autopar", "c10d": "torch.ops._c10d_functional"}
-    used = [s for s in spaces if re.search(rf"\b{s}\.", merged.text)]
-    lines = ["import operator\n"] if re.search(r"\boperator\.", merged.text) else []
-    lines += ["import torch", "", f"from autopar.runtime.source import {', '.join(sorted(words))}", ""]
-    if used:
-        lines += [f"{', '.join(used)} = {', '.join(spaces[s] for s in used)}"]
-    lines += [f"{name} = {text}" for name, text in merged.names.items()]
-    return [*lines, "", ""]
-
-
-def _program_file(merged: Merged, mesh: Mesh, files: Mapping[str, Mapping[str, tuple[int, ...]]]) -> str:
-    text = merged.text
-    words = ["Axis", "Input", "Mesh", "Named", "Output", "Parameter"]
-    words += [w for w in ("KEY", "MICROBATCH", "Prologue") if re.search(rf"\b{w}\b", text)]
-    words += _called(merged, "coordinate", "device", "draw", "group")
-    apart = {name: by for name, by in files.items() if len(by) > 1}
-    words += ["for_rank"] * bool(apart)
-    shared = sorted(name for name in files if name not in apart)
-    head, rest = _imports(merged, words), []
-    at = head.index("")  # units are imported after autopar
-    place = head.index("", at + 1)
-    imported = [f"from .units import {', '.join(shared)}"] if shared else []
-    if imported and len(imported[0]) > WIDTH:
-        imported = ["from .units import (", *(f"    {name}," for name in shared), ")"]
-    for name, by in apart.items():
-        rest.append(f"{name} = for_rank(__package__, {_files(by)})  # other ops on some ranks")
-    axes = ", ".join(_axis_text(a) for a in mesh.axes)
-    return "\n".join([
-        f'"""{_title(mesh)}"""',
-        "",
-        *head[: place],
-        *imported,
-        *head[place:-1],
-        *rest,
-        f"mesh = Mesh(({axes}{',' * bool(axes)}))",
-        "",
-        text,
-        "",
-    ])  # fmt: skip
-
-
-def _axis_text(axis: Any) -> str:
-    return f'Axis("{axis.name}", {axis.size}, {axis.rows!r})' if axis.is_time else f'Axis("{axis.name}", {axis.size})'
-
-
-def _title(mesh: Mesh) -> str:
-    ranks = " x ".join(f"{mesh.axes[a].name}={mesh.axes[a].size}" for a in mesh.space) or "one rank"
-    time = "" if mesh.time is None else f", {mesh.axes[mesh.time].size} microbatches"
-    return f"One step of training on one rank of {ranks}{time}. Run it with autopar.load_program."
-
-
-__all__ = ["PIPELINE", "Source", "Tree", "save", "source_of", "write"]
+__all__ = ["Source", "Tree", "in_order", "other_names", "output_text", "quoted", "source_of", "state_lines"]

@@ -123,13 +123,15 @@ def read(rank, folder, values, args):
     [
         ("autopar.models.llama:make", {"dp": 2, "zero": 3, "microbatches": 3, "recompute": "selective"}),
         (f"{MODELS}:attention_dropout_causal_grouped", {"tp": 2}),
+        ("autopar.models.llama:make", {"pp": 2, "microbatches": 3}),
+        (f"{MODELS.with_name('pipeline_models.py')}:tied", {"pp": 2, "microbatches": 2, "schedule": "zero_bubble"}),
     ],
 )
 def test_a_written_program_trains_alike(pool, tmp_path, target, pins):
     losses, values, args = pool.run(write, target, pins, tmp_path)[0]
     for found, names, _ in pool.run(read, tmp_path, values, args):
         assert found == losses
-        assert names == list(values)
+        assert names == list(values) if "tied" not in target else set(names) == set(values)
     assert (tmp_path / "plan.json").is_file()
     emit(target, pins, tmp_path / "emitted")
     for path in [p for p in tmp_path.rglob("*.py") if "emitted" not in p.parts]:
@@ -147,8 +149,6 @@ def test_what_one_process_cannot_write(tmp_path):
             x = torch.randn(8, 4)
         return autopar.compile(model, cluster, args=(x,), pins=pins, loss=torch.mean)
 
-    with pytest.raises(autopar.AutoparError, match=r"save_source: a pipeline is not written"):
-        planned(Cluster.local(2), pp=2).save_source(tmp_path / "a")
     with pytest.raises(autopar.AutoparError, match=r"save_source: 1.running_mean has no value"):
         planned(Cluster.local(2), "meta", dp=2).save_source(tmp_path / "b")
     if torch.version.cuda is None:

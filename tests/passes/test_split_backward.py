@@ -181,9 +181,9 @@ def test_both_parts_are_what_the_whole_is_bit_for_bit(name: str) -> None:
         with torch.no_grad():
             args, held, tangents = once()
             whole = unit.backward([args[i] for i in unit.reads], held, tangents)
-        assert "_parted" not in unit.__dict__, "no price where nothing is parted"
+        assert "parted" not in unit.__dict__, "no price where nothing is parted"
         found = in_parts(unit, *once())
-        storages = [t.untyped_storage()._cdata for t in unit._parted.carried]
+        storages = [t.untyped_storage()._cdata for t in unit.parted.carried]
         assert len(set(storages)) == len(storages), "a view is carried beside what it shows"
         assert [g.arg for g in found] == [g.arg for g in whole] == list(unit.grads)
         for mine, theirs in zip(found, whole, strict=True):

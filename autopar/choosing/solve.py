@@ -23,7 +23,7 @@ from autopar.capture import Capture
 from autopar.choosing.at_work import at_work, divided
 from autopar.choosing.bounds import floor_of
 from autopar.choosing.finalists import judged, recut, uniform
-from autopar.choosing.fitting import Fit, Fitting
+from autopar.choosing.fitting import MOST, Fit, Fitting
 from autopar.choosing.in_stages import Candidates, NothingToTry, Tried, in_stages, pipeline_of, tried, waiting
 from autopar.choosing.pose import Posed
 from autopar.choosing.poser import Poser
@@ -544,7 +544,9 @@ def _nearest(solver: Solver) -> Sequence[Alternative]:
 
 
 def _fitting(solver: Solver) -> Plan | None:
-    """A plan that fits, or None."""
+    """A plan that fits, or None: also, without a search, where no candidate can have so few bytes."""
+    if solver.least_quick((), MOST * float(solver.cluster.limit)) == inf:
+        return None
     try:
         return _that_fits(solver, nearest=False).plan
     except AutoparError:

@@ -31,7 +31,7 @@ from autopar.repeats import may_repeat
 from autopar.runtime.opaque import OPAQUE
 from autopar.signature import InputSpec, Signature
 from autopar.traps import Failed, refuse_model
-from autopar.trees import unflatten
+from autopar.trees import lists_of_rows, parted, unflatten
 
 __all__ = ["Capture", "InputSpec", "capture", "double", "run_graph", "to_float64"]
 
@@ -88,16 +88,15 @@ class Capture:
 
     def unflatten_outputs(self, leaves: Sequence[Any]) -> Any:
         """The model's own output structure around the graph's ``outputs``; with ``loss=`` it is ``(loss, output)``."""
-        out, at = self.outputs, 1 if self.has_loss else 0
+        out, feed = self.outputs, iter(leaves[1:] if self.has_loss else leaves)
         values: list[Any] = []
-        for i in range(out.tree.size):
+        while (i := len(values)) < out.tree.size:
             if i in out.constants:
                 values.append(out.constants[i])
-            elif i == out.loss_leaf:
-                values.append(leaves[0])
+            elif i in out.lists:
+                values += parted(next(feed), *out.lists[i])
             else:
-                values.append(leaves[at])
-                at += 1
+                values.append(leaves[0] if i == out.loss_leaf else next(feed))
         value = unflatten(values, out.tree)
         return (leaves[0], value) if self.has_loss and out.loss_leaf is None else value
 
@@ -194,25 +193,41 @@ def capture(
     )
 
 
+class _ListsOfRows(Exception):
+    """The model returns ``lists``, by path, that are as long as there are rows."""
+
+    def __init__(self, lists: frozenset[str]) -> None:
+        super().__init__(*lists)
+        self.lists = lists
+
+
 def _export(call: Call, batch: int, judged: bool, whole: bool) -> tuple[Call, tuple[Exported, int, Exported]]:
     """The call by the first of its `Ways` that succeeds, and what `_export_whole` gives. Where other rows are what
     fails, inputs that may be lists of places of the rows are tried as such."""
     valued = call.signature.real and not any(t.is_meta for t in (*call.model.parameters(), *call.model.buffers()))
     lists, start = call.signature.with_lists(), call
     while True:
-        exports = None
+        exports, failed = None, None
         try:
             if call.ways.plain and not whole:
                 exports = _export_repeats(call, batch, judged)
             exports = exports or _export_whole(call, batch)
+        except _ListsOfRows as found:
+            call = replace(call, lists=call.lists | found.lists)
+            continue
         except AutoparError as error:
-            if lists is not None and not (isinstance(error, Failed) and error.values):
-                again, lists = replace(start, signature=lists), None
+            failed = error
+        if exports is None and call.ways.has_found_lists():
+            continue
+        if exports is None:  # outside of the handler: what fails from here on is not the error's doing
+            assert failed is not None
+            if lists is not None and not (isinstance(failed, Failed) and failed.values):
+                again, lists = replace(start, signature=lists, ways=replace(start.ways, numbers={})), None
                 with contextlib.suppress(AutoparError):
                     return _export(again, batch, judged, whole)
-            if not valued or not isinstance(error, Failed):
-                raise
-            call = replace(call, ways=call.ways.next(call.model, error))
+            if not valued or not isinstance(failed, Failed):
+                raise failed
+            call = replace(call, ways=call.ways.next(call.model, failed))
             continue
         functions = other_backwards(exports[2].applied)
         if not functions:
@@ -247,6 +262,9 @@ def _export_whole(call: Call, batch: int) -> tuple[Exported, int, Exported]:
     if batch == 1:
         return whole, batch, whole
     rows, other = _export_at_another(call, batch)
+    lists = lists_of_rows(whole.outputs.paths, batch, other.outputs.paths, rows)
+    if lists - call.lists:
+        raise _ListsOfRows(lists)
     _refuse_other_program(whole.graph, other.graph, batch)
     return whole, rows, other
 
@@ -261,10 +279,11 @@ def _export_at_another(call: Call, batch: int) -> tuple[int, Exported]:
     rows = _another(batch)
     try:
         return rows, export_model(call, rows)
-    except AutoparError:
-        with contextlib.suppress(AutoparError):
-            return 2 * batch, export_model(call, 2 * batch)
-        raise
+    except AutoparError as error:
+        failed = error
+    with contextlib.suppress(AutoparError):
+        return 2 * batch, export_model(call, 2 * batch)
+    raise failed
 
 
 def _refuse_other_program(whole: fx.GraphModule, tiny: fx.GraphModule, batch: int) -> None:

@@ -11,7 +11,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -29,7 +29,7 @@ from autopar.opaque_calls import apply_function
 from autopar.python_state import python_state_kept
 from autopar.signature import Signature
 from autopar.traps import refuse_failure, watched_trace
-from autopar.trees import PLAIN, Tree, flatten
+from autopar.trees import PLAIN, Tree, flatten, in_lists, joined
 from autopar.ways import Ways
 
 Loss = Callable[..., torch.Tensor]
@@ -42,6 +42,9 @@ class Outputs:
     tree: Tree
     constants: Mapping[int, Any]  # leaf index -> value
     loss_leaf: int | None  # None where ``loss=`` made the loss, or there is none
+    paths: tuple[str, ...] = ()
+    lists: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """First leaf -> how many that graphs have in one tensor, and their dims: a list as long as there are rows."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,8 @@ class Exported:
 
 @dataclass(frozen=True)
 class Call:
-    """How the model and the loss are called on the tensor leaves of the inputs."""
+    """How the model and the loss are called on the tensor leaves of the inputs. ``lists``: of its outputs, by path,
+    those that have a tensor for each row, which are joined."""
 
     model: nn.Module
     signature: Signature
@@ -67,6 +71,7 @@ class Call:
     loss_required: bool
     param_dtype: torch.dtype | None = None  # of the parameters and of forward's floating inputs (None: their own)
     ways: Ways = field(default_factory=Ways)
+    lists: frozenset[str] = frozenset()
 
     def __call__(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], Outputs, bool]:
         """The loss (if any) and the other tensor leaves; the output's structure; whether there is a loss."""
@@ -83,8 +88,16 @@ class Call:
         self._refuse_loss(loss, out)
         at = next((i for i, leaf in enumerate(leaves) if loss is not None and leaf is loss), None)
         constants = {i: v for i, v in enumerate(leaves) if not isinstance(v, torch.Tensor)}
-        rest = [v for i, v in enumerate(leaves) if isinstance(v, torch.Tensor) and i != at]
-        return (*([] if loss is None else [loss]), *rest), Outputs(tree, constants, at), loss is not None
+        rest, lists, i = [], dict[int, tuple[int, int]](), 0
+        for path, found in in_lists(pairs, self.lists):
+            if path in self.lists and all(isinstance(v, torch.Tensor) for v in found):
+                lists[i] = len(found), found[0].ndim
+                rest.append(joined(found))
+            else:
+                rest += [v for j, v in enumerate(found, start=i) if isinstance(v, torch.Tensor) and j != at]
+            i += len(found)
+        outputs = Outputs(tree, constants, at, tuple(path for path, _ in pairs), lists)
+        return (*([] if loss is None else [loss]), *rest), outputs, loss is not None
 
     @property
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -299,7 +312,7 @@ def without_opaque(outputs: Outputs, hints: list[str]) -> Outputs:
                 f"output: a {type(leaf).__name__} is no tensor and no container; None is returned in its place."
             )
             constants[i] = None
-    return Outputs(outputs.tree, constants, outputs.loss_leaf)
+    return replace(outputs, constants=constants)
 
 
 def _learns(graph: fx.GraphModule, kinds: Mapping[str, str]) -> bool:

@@ -7,9 +7,9 @@ Either is called as it is written when the program runs, whole on every rank unl
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +25,8 @@ from autopar.example_values import ExampleValues, Unknown, untraced
 from autopar.mixed_precision import replaced
 from autopar.python_state import in_modes, python_state_kept
 from autopar.runtime.opaque import Cut, drawing, opaque, register
-from autopar.trees import PLAIN, Tree, flatten, unflatten
-from autopar.try_cuts import may_cut, takes_addends
+from autopar.trees import PLAIN, Tree, flatten, in_lists, joined, lists_of_rows, parted, unflatten
+from autopar.try_cuts import Held, may_cut, takes_addends
 
 Kind = tuple[tuple[int, ...], torch.dtype]
 
@@ -41,25 +41,45 @@ Numbers = dict[Hashable, tuple[Any, int]]
 
 @dataclass(frozen=True)
 class _Given:
-    """How a call's arguments are made of its tensors and of what is constant in them."""
+    """How a value is made of its tensors and of what is constant in it. ``lists``: by their first leaf those, given by
+    path, whose leaves are joined to one tensor: how many, and their dims. Values that differ in how many are alike."""
 
-    tree: Tree
-    constants: tuple[tuple[bool, Any], ...]  # per leaf: whether it is a tensor, and what it is if not
+    tree: Tree = field(compare=False)
+    constants: tuple[tuple[bool, Any], ...] = field(compare=False)  # per leaf: whether a tensor, and what it is if not
+    paths: tuple[str, ...] = field(compare=False)
+    lists: Mapping[int, tuple[int, int]] = field(compare=False)
+    kind: tuple[Any, ...]
 
     @classmethod
-    def of(cls, value: Any) -> tuple[_Given, list[Tensor]]:
+    def of(cls, value: Any, lists: Collection[str] = ()) -> tuple[_Given, list[Tensor]]:
         pairs, tree = flatten(value)
-        leaves = [leaf for _, leaf in pairs]
-        constants = tuple((isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for x in leaves)
-        return cls(tree, constants), [x for x in leaves if isinstance(x, Tensor)]
+        constants = tuple((isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for _, x in pairs)
+        tensors, counts, i = list[Tensor](), dict[int, tuple[int, int]](), 0
+        for path, found in in_lists(pairs, lists):
+            if path in lists and all(isinstance(x, Tensor) for x in found):
+                counts[i] = len(found), found[0].ndim
+                tensors.append(joined(found))
+            else:
+                tensors += [x for x in found if isinstance(x, Tensor)]
+            i += len(found)
+        short = tuple(path for path, _ in in_lists(pairs, lists))
+        kind = (short, tuple(c for c in constants if not c[0])) if counts else (tree, constants)
+        return cls(tree, constants, tuple(path for path, _ in pairs), counts, kind), tensors
 
     def value(self, tensors: Sequence[Tensor]) -> Any:
-        feed = iter(tensors)
-        return unflatten([next(feed) if is_tensor else constant for is_tensor, constant in self.constants], self.tree)
+        feed, leaves = iter(tensors), list[Any]()
+        while (i := len(leaves)) < len(self.constants):
+            is_tensor, constant = self.constants[i]
+            if i in self.lists:
+                leaves += parted(next(feed), *self.lists[i])
+            else:
+                leaves.append(next(feed) if is_tensor else constant)
+        return unflatten(leaves, self.tree)
 
     @property
     def count(self) -> int:
-        return sum(is_tensor for is_tensor, _ in self.constants)
+        """Of its tensors."""
+        return sum(is_tensor for is_tensor, _ in self.constants) - sum(n - 1 for n, _ in self.lists.values())
 
 
 # -- functions -------------------------------------------------------------------------------------------------------
@@ -111,7 +131,8 @@ class OpaqueFunction:
             alike = lambda t, d=dim, n=length: d if t.ndim == results[0].ndim and t.shape[d] == n else None
             cut = Cut(tuple(map(alike, operands)), tuple(map(alike, results)))
             samples = [_Given.of(self.sample(spread))[1] for spread in (1.0, 8.0)]
-            if any(d is not None for d in cut.operands) and may_cut(self.run, cut, samples):
+            held = may_cut(self.run, cut, samples) if any(d is not None for d in cut.operands) else None
+            if held is not None and not held.numbers:
                 found.append(cut)
         return tuple(found)
 
@@ -151,17 +172,22 @@ class OpaqueModule:
         self.name, self.module, self.forward, self.given, self.where = name, module, forward, given, where
         self.training = {m: m.training for m in module.modules()}
         self.returned: _Given | None = None
+        self.lists: frozenset[str] = frozenset()  # that it returns, by path, with a tensor for each row
+        self.found_lists = False
         self.changed: tuple[int, ...] = ()
         self.draws = False  # random numbers, of torch
         self.ran: list[_Ran] = []
         self.sample: list[Tensor] = []  # operands of the run with the fewest rows
+        self.holds: Held | None = None  # what pieces of the batch are exact for
 
     def held(self) -> list[Tensor]:
         """Parameters and buffers, as the module holds them now."""
         return [*self.module.parameters(), *self.module.buffers()]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        results = self._run(operands)
+        rows = self._rows_of(operands)
+        with nullcontext() if rows is None or self.holds is None else self.holds.checked(self.where, rows):
+            results = self._run(operands)
         for result, kind in zip(results, self._kinds(operands), strict=True):
             if tuple(result.shape) != kind[0]:
                 raise AutoparError(
@@ -169,6 +195,17 @@ class OpaqueModule:
                     "operands (shapes that depend on values cannot be planned). Pad to one length."
                 )
         return results
+
+    def _rows_of(self, operands: Sequence[Tensor]) -> int | None:
+        """The rows of a piece of the batch; None of the whole of it, and where a piece reads what it likes."""
+        if len(self.ran) < 2 or not self.cuts() or self.holds is None or not self.holds.numbers:
+            return None
+        (cut,) = self.cuts()
+        own, whole = (
+            min(shape[d] for shape, d in zip(shapes, cut.operands, strict=True) if d is not None)
+            for shapes in ([t.shape for t in operands], [shape for shape, _ in self.ran[0].operands])
+        )
+        return own if own < whole else None
 
     def fake(self, operands: Sequence[Tensor]) -> list[Tensor]:
         return [operands[0].new_empty(shape, dtype=dtype) for shape, dtype in self._kinds(operands)]
@@ -192,6 +229,13 @@ class OpaqueModule:
             )
         self.draws |= not torch.equal(state, torch.get_rng_state())
         assert self.returned is not None
+        if before is not None and before != self.returned:
+            one, other = next(
+                ((a[0][0], t.shape[0]) for a, t in zip(self.ran[0].operands, operands) if a[0] != tuple(t.shape)),
+                (1, 1),
+            )
+            lists = lists_of_rows(before.paths, one, self.returned.paths, other) - self.lists
+            self.lists, self.found_lists = self.lists | lists, self.found_lists or bool(lists)
         if before not in (None, self.returned) or any(not isinstance(c, PLAIN) for _, c in self.returned.constants):
             raise Wider("returns what a graph cannot hold, or something else for other rows")
         if changed != self.changed:
@@ -201,6 +245,11 @@ class OpaqueModule:
             self.ran.append(_Ran(*kinds, counter.get_total_flops()))
         if not self.sample or sum(t.numel() for t in operands) < sum(t.numel() for t in self.sample):
             self.sample = [t.detach() for t in operands]
+
+    def begin_again(self) -> None:
+        """Forgets what it returned when lists of rows were not joined yet."""
+        self.found_lists, self.returned, self.changed, self.sample = False, None, (), []
+        self.ran.clear()
 
     def _run(self, operands: Sequence[Tensor], learn: bool = False) -> list[Tensor]:
         count, held = self.given.count, self.held()
@@ -216,7 +265,7 @@ class OpaqueModule:
             args, kwargs = self.given.value(operands[:count])
             value = self.forward(*args, **kwargs)
             now = [self.module.get_buffer(n) for n, _ in self.module.named_buffers()]
-        returned, results = _Given.of(value)
+        returned, results = _Given.of(value, self.lists)
         last = dict(enumerate(now, start=len(fresh) - len(now)))
         changed = tuple(i for i, t in last.items() if t is not fresh[i] or t._version != versions[i])
         if learn:
@@ -276,9 +325,10 @@ class OpaqueModule:
         sample = [t.to(torch.float64) if t.dtype == torch.float32 else t for t in self.sample]
         self.sample = []
         cut = Cut(operands, results)
-        return (
-            (cut,) if 0 in operands and not (self.changed or self.draws) and may_cut(self._run, cut, [sample]) else ()
-        )
+        if 0 not in operands or self.changed or self.draws:
+            return ()
+        self.holds = may_cut(self._run, cut, [sample])
+        return () if self.holds is None else (cut,)
 
 
 @contextmanager

@@ -48,19 +48,26 @@ def _pieces_of(pieces: Any) -> tuple[fx.Node, bool, int] | None:
 
 def _joined(graph: fx.Graph, node: fx.Node, whole: fx.Node, unbound: bool, dim: int) -> fx.Node | None:
     stacks, at = node.target is aten.stack.default, (*node.args, *node.kwargs.values(), 0)[1]
-    assert isinstance(at, int)
+    pieces = node.args[0]
+    assert isinstance(at, int) and isinstance(pieces, (list, tuple))
     at %= node.meta["val"].dim()
-    if not unbound and (stacks or at != dim):
+    lengths = set() if unbound else {piece.meta["val"].shape[dim] for piece in pieces}  # type: ignore[union-attr]
+    as_it_was = not (unbound or stacks) and at == dim
+    if len(lengths) > 1 and not as_it_was:
         return None
     new = _call(graph, node, aten.clone.default, whole, memory_format=torch.contiguous_format)
-    if not unbound:
+    if as_it_was:
         return new
+    if not unbound:  # equal pieces: as if unbound from a dim of their own
+        shape = list(new.meta["val"].shape)
+        shape[dim : dim + 1] = len(pieces), *lengths
+        new = _call(graph, node, aten.view.default, new, shape)
     if at != dim:
         new = _call(graph, node, aten.movedim.int, new, dim, at)
     return new if stacks else _call(graph, node, aten.flatten.using_ints, new, at, at + 1)
 
 
-def _call(graph: fx.Graph, like: fx.Node, target: Any, x: fx.Node, *args: int, **kwargs: Any) -> fx.Node:
+def _call(graph: fx.Graph, like: fx.Node, target: Any, x: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
     node = graph.call_function(target, (x, *args), kwargs)
     with torch.no_grad():
         node.meta = {**like.meta, "val": target(x.meta["val"], *args, **kwargs)}

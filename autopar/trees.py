@@ -7,7 +7,9 @@ and plain dataclasses; everything else is a leaf.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +69,42 @@ def unflatten(leaves: Sequence[Any], tree: Tree) -> Any:
             value = unflatten(piece, subtree)
             values.append(value if kind is None else kind(**value))
     return pytree.tree_unflatten(values, tree.spec)
+
+
+def lists_of_rows(one: Collection[str], rows: int, other: Collection[str], others: int) -> frozenset[str]:
+    """The paths of lists that have as many leaves for each row in both of two values. ``one``, ``other``: the paths of
+    their leaves; ``rows``, ``others``: the rows that they were made of.
+
+    Example:
+        >>> lists_of_rows(["out.images[0]", "out.images[1]", "out.loss"], 2, ["out.images[0]", "out.loss"], 1)
+        frozenset({'out.images'})
+    """
+    lengths = [Counter(m[1] for p in paths if (m := re.fullmatch(r"(.*)\[\d+\]", p))) for paths in (one, other)]
+    return frozenset(p for p, n in lengths[0].items() if n * others == lengths[1][p] * rows and n != lengths[1][p])
+
+
+def in_lists(pairs: Sequence[tuple[str, Any]], lists: Collection[str]) -> Iterator[tuple[str, list[Any]]]:
+    """The leaves with their paths, those of one of ``lists`` together under the path of that."""
+    at = 0
+    while at < len(pairs):
+        parent = re.sub(r"\[\d+\]$", "", pairs[at][0])
+        if parent not in lists:
+            yield pairs[at][0], [pairs[at][1]]
+            at += 1
+            continue
+        end = next((i for i in range(at, len(pairs)) if re.sub(r"\[\d+\]$", "", pairs[i][0]) != parent), len(pairs))
+        yield parent, [leaf for _, leaf in pairs[at:end]]
+        at = end
+
+
+def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Equal tensors of a list, one after the other in one."""
+    return torch.cat(list(pieces)) if pieces[0].ndim else torch.stack(list(pieces))
+
+
+def parted(whole: torch.Tensor, count: int, ndim: int) -> tuple[torch.Tensor, ...]:
+    """The ``count`` tensors of ``ndim`` dims that `joined` put together."""
+    return torch.split(whole, whole.shape[0] // count) if ndim else whole.unbind()
 
 
 def ordered_like(value: Any, like: Any) -> Any:

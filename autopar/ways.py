@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from autopar.decisions import Decisions, Read
 from autopar.example_values import INPUT, ExampleValues, not_exporting, untraced
-from autopar.opaque_calls import Numbers, modules_called
+from autopar.opaque_calls import Numbers, OpaqueModule, modules_called
 from autopar.passes.divide_work import flops
 from autopar.runtime.opaque import OPAQUE
 from autopar.traps import Failed, where_now
@@ -77,6 +77,13 @@ class Ways:
                 for where in dict.fromkeys(node.args[2])
             ]
         return tuple(lines)
+
+    def has_found_lists(self) -> bool:
+        """Whether an opaque module was found to return a list as long as there are rows; asked once of each."""
+        modules = [call for call, _ in self.numbers.values() if isinstance(call, OpaqueModule) and call.found_lists]
+        for call in modules:
+            call.begin_again()
+        return bool(modules)
 
     def next(self, model: nn.Module, error: Failed) -> Ways:
         """What to try after ``error``; raises it where nothing is left."""

@@ -204,6 +204,33 @@ class Windows(nn.Module):
         return rows.as_strided((rows.shape[0], 3, 8), (16, 4, 1)).sum(1).repeat(1, 2)
 
 
+class Pictures(nn.Module):
+    """Takes the patches of all pictures, reads how many each has, and returns a tensor for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, patches: Tensor, sides: Tensor) -> list[Tensor]:
+        if sides.max() > 100:
+            raise ValueError("a picture is too large")
+        pictures = patches.split([side * side for side in sides.tolist()])
+        return [self.fc(p - p.mean(0)).tanh() for p in pictures]
+
+
+class OfPictures(nn.Module):
+    """Its outputs have a list of pictures too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = nn.Linear(8, 16), Pictures(), nn.Linear(16, 4)
+
+    def forward(self, sides: Tensor, patches: Tensor, y: Tensor) -> dict[str, Any]:
+        pictures = self.inner(self.first(patches) * 3, sides)
+        loss = (self.last(torch.stack(pictures).mean(1)) - y).square().mean()
+        return {"loss": loss, "pictures": pictures}
+
+
 class Around(nn.Module):
     """A module between two layers."""
 
@@ -228,10 +255,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "unused": Unused,
     "finite": lambda: Around(Finite()),
     "windows": lambda: Around(Windows()),
+    "pictures": OfPictures,
 }
 
 
 def make(name: str) -> tuple[nn.Module, tuple[Tensor, ...], dict[str, Any]]:
     """A model with its inputs, for `autopar.verify` too."""
     torch.manual_seed(0)
+    if name == "pictures":
+        sides = torch.full((ROWS,), 2)
+        return OfPictures(), (sides, torch.randn(ROWS * 4, 8), torch.randn(ROWS, 4)), {}
     return MODELS[name](), (torch.randn(ROWS, 8), torch.randn(ROWS, 4)), {}

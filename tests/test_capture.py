@@ -842,12 +842,40 @@ def test_lists_of_rows_that_are_joined_again() -> None:
             back, turned = torch.stack(list(h), 0), torch.stack(list(h), 2)
             wide = torch.cat(h.unbind(0), dim=-1).sum(0) + torch.cat(torch.chunk(h, h.shape[0]), 0).flatten()[0]
             back.mul_(2)
+            pairs = h.split(2)
+            flat = (
+                flat
+                + torch.stack(pairs).mul(torch.stack(pairs, 1).transpose(0, 1)).sum()
+                + torch.cat(pairs, 1).sin().sum()
+            )
             return flat.sin().sum() + (h * back).sum() + turned.cumsum(1).sum() + wide.pow(2).sum()
 
     captured = capture(Rows(), (torch.randn(6, 3, 4),))
     targets = {n.target for n in captured.graph.graph.nodes}
     assert captured.checked == "equal"
     assert not targets & {torch.ops.aten.unbind.int, torch.ops.aten.split.Tensor, torch.ops.aten.cat.default}
+
+
+def test_a_list_with_a_tensor_a_row_is_returned() -> None:
+    class Lists(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.f = nn.Linear(4, 4)
+
+        def forward(self, x):
+            h = self.f(x)
+            return {
+                "loss": h.sum(),
+                "rows": list(h.relu().split(1)),
+                "halves": h.chunk(2, -1),
+                "numbers": list(h[:, 0]),
+            }
+
+    model, x = Lists(), torch.randn(6, 4)
+    captured = capture(model, (x,))
+    assert captured.checked == "equal" and len(captured.graph.graph.output_node().args[0]["outputs"]) == 5
+    made = captured.unflatten_outputs(run_graph(captured.graph, (x,), captured.attributes)["outputs"])
+    torch.testing.assert_close(made, model(x))
 
 
 class ThroughASet(nn.Module):

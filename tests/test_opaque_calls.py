@@ -19,10 +19,10 @@ from autopar.cluster import Cluster
 from autopar.errors import AutoparError
 from autopar.passes.facts import operand_nodes
 from autopar.passes.strategy import rule
-from autopar.runtime.opaque import OPAQUE, opaque
+from autopar.runtime.opaque import OPAQUE, Cut, called, opaque
 from autopar.runtime.pool import RankPool
 
-ONE = dict.fromkeys(("branch", "numpy", "loop", "noisy", "masked", "rare"), 1)
+ONE = dict.fromkeys(("branch", "numpy", "loop", "noisy", "masked", "rare", "pictures"), 1)
 NODES = {**ONE, "functions": 4, "unused": 2, "finite": 0, "windows": 0}
 
 
@@ -79,6 +79,7 @@ def test_what_may_be_cut(judges: dict[str, StackedJudge]) -> None:
     assert [c for c in cuts(judge(judges, "functions")) if c[1]] == [by_all] * 3
     assert [c for c in cuts(judge(judges, "functions")) if not c[1]] == [(["c0", "c1"], False)]  # Clipped
     assert cuts(judge(judges, "masked")) == [by_rows]
+    assert cuts(judge(judges, "pictures")) == [by_rows]
     for name in ("branch", "numpy", "loop", "rare"):
         assert cuts(judge(judges, name)) == [whole], name
 
@@ -117,6 +118,23 @@ def test_a_truth_that_no_longer_holds_is_one_line() -> None:
         run(x * float("inf"), y)
     with pytest.raises(AutoparError, match=r"Around \(opaque_models.py:\d+\): would decide otherwise"):
         run(x, y + 1e7)
+
+
+def test_numbers_that_pieces_were_tried_with_are_held_to() -> None:
+    """The list that is as long as there are rows comes back as the model gives it."""
+    model, (sides, patches, y), _ = opaque_models.make("pictures")
+    captured = capture(model, (sides, patches, y))
+    (node,) = captured.graph.graph.find_nodes(op="call_function", target=opaque)
+    call = called(*node.args[1:])
+    assert call.cuts() == (Cut((0, 0, None, None), (0,)),)
+    given = [patches[:16] @ model.first.weight.T, sides[:4], *call.held()]
+    assert call.run(given)[0].shape == (16, 16)
+    given[1] = torch.tensor([4, 0, 0, 0])
+    with pytest.raises(AutoparError, match=r"inner .*: reads 0, 4 at opaque_models.py:\d+, at capture 2 of every row"):
+        call.run(given)
+    made = captured.unflatten_outputs(run_graph(captured.graph, (sides, patches, y), captured.attributes)["outputs"])
+    want = model(sides, patches, y)
+    torch.testing.assert_close(made, want)
 
 
 def trained(rank: int | None) -> dict[str, Tensor]:

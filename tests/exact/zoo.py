@@ -268,7 +268,26 @@ def _llava() -> Built:
     ids = torch.cat([torch.full((ROWS, 16), 4), _tokens(8)], 1)
     images = torch.randn(ROWS, 3, 32, 32)
     inputs = {"input_ids": ids, "pixel_values": images, "labels": ids.clone(), "use_cache": False}
-    return WithLoss(model), (), inputs  # the loss alone: its other outputs are a list with a tensor a row
+    return model, (), inputs
+
+
+def _qwen2_vl() -> Built:
+    vision = {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
+    settings = {
+        "vision_config": {**vision, "spatial_merge_size": 2, "temporal_patch_size": 2},
+        "text_config": {**GROUPED, "rope_parameters": rope},
+        "image_token_id": 4, "video_token_id": 3, "vision_start_token_id": 5, "vision_end_token_id": 6,
+    }  # fmt: skip
+    model = _transformers("Qwen2VL", "ForConditionalGeneration", settings)
+    ids = _tokens(12)
+    ids[:, 2], ids[:, 3:7] = 5, 4
+    inputs = {
+        "input_ids": ids, "attention_mask": torch.ones_like(ids), "mm_token_type_ids": (ids == 4).long(),
+        "pixel_values": torch.randn(ROWS * 16, 96), "image_grid_thw": torch.tensor([[1, 4, 4]] * ROWS),
+        "labels": ids.clone(), "use_cache": False,
+    }  # fmt: skip
+    return model, (), inputs
 
 
 def _wav2vec2() -> Built:
@@ -347,6 +366,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     **{name: lambda name=name: _images(name) for name in IMAGES},
     "siglip": _siglip,
     "llava": _llava,
+    "qwen2_vl": _qwen2_vl,
     "wav2vec2": _wav2vec2,
     "detr": _detr,
     **{f"timm/{name}": lambda name=name: _timm(name) for name in TIMM},

@@ -92,7 +92,7 @@ class Call:
         for path, found in in_lists(pairs, self.lists):
             if path in self.lists and all(isinstance(v, torch.Tensor) for v in found):
                 lists[i] = len(found), found[0].ndim
-                rest.append(joined(found))
+                rest.append(joined(found, path))
             else:
                 rest += [v for j, v in enumerate(found, start=i) if isinstance(v, torch.Tensor) and j != at]
             i += len(found)

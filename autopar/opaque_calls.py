@@ -51,14 +51,14 @@ class _Given:
     kind: tuple[Any, ...]
 
     @classmethod
-    def of(cls, value: Any, lists: Collection[str] = ()) -> tuple[_Given, list[Tensor]]:
+    def of(cls, value: Any, lists: Collection[str] = (), where: str = "") -> tuple[_Given, list[Tensor]]:
         pairs, tree = flatten(value)
         constants = tuple((isinstance(x, Tensor), None if isinstance(x, Tensor) else x) for _, x in pairs)
         tensors, counts, i = list[Tensor](), dict[int, tuple[int, int]](), 0
         for path, found in in_lists(pairs, lists):
             if path in lists and all(isinstance(x, Tensor) for x in found):
                 counts[i] = len(found), found[0].ndim
-                tensors.append(joined(found))
+                tensors.append(joined(found, f"{where}: result{path}"))
             else:
                 tensors += [x for x in found if isinstance(x, Tensor)]
             i += len(found)
@@ -265,7 +265,7 @@ class OpaqueModule:
             args, kwargs = self.given.value(operands[:count])
             value = self.forward(*args, **kwargs)
             now = [self.module.get_buffer(n) for n, _ in self.module.named_buffers()]
-        returned, results = _Given.of(value, self.lists)
+        returned, results = _Given.of(value, self.lists, self.where)
         last = dict(enumerate(now, start=len(fresh) - len(now)))
         changed = tuple(i for i, t in last.items() if t is not fresh[i] or t._version != versions[i])
         if learn:

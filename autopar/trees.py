@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from autopar.errors import AutoparError
+
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 """Leaves that a graph may hold as they are."""
 
@@ -97,8 +99,14 @@ def in_lists(pairs: Sequence[tuple[str, Any]], lists: Collection[str]) -> Iterat
         at = end
 
 
-def joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Equal tensors of a list, one after the other in one."""
+def joined(pieces: Sequence[torch.Tensor], what: str) -> torch.Tensor:
+    """The tensors of a list, one after the other in one. Raises AutoparError where they differ in shape."""
+    shapes = list(dict.fromkeys(tuple(piece.shape) for piece in pieces))
+    if len(shapes) > 1:
+        raise AutoparError(
+            f"{what}: is a list with a tensor for each row, of other shapes ({shapes[0]} and {shapes[1]}), which no "
+            "plan can hold. Pad to one length."
+        )
     return torch.cat(list(pieces)) if pieces[0].ndim else torch.stack(list(pieces))
 
 

@@ -129,9 +129,10 @@ def test_numbers_that_pieces_were_tried_with_are_held_to() -> None:
     assert call.cuts() == (Cut((0, 0, None, None), (0,)),)
     given = [patches[:16] @ model.first.weight.T, sides[:4], *call.held()]
     assert call.run(given)[0].shape == (16, 16)
-    given[1] = torch.tensor([4, 0, 0, 0])
-    with pytest.raises(AutoparError, match=r"inner .*: reads 0, 4 at opaque_models.py:\d+, at capture 2 of every row"):
-        call.run(given)
+    with pytest.raises(AutoparError, match=r"inner .*: reads 1 at opaque_models.py:\d+, at capture 2 of every row"):
+        call.run([given[0][:4], torch.ones_like(sides[:4]), *call.held()])
+    with pytest.raises(AutoparError, match=r"inner .*: result: is a list .*, of other shapes .* Pad to one length"):
+        call.run([given[0], torch.tensor([4, 0, 0, 0]), *call.held()])
     made = captured.unflatten_outputs(run_graph(captured.graph, (sides, patches, y), captured.attributes)["outputs"])
     want = model(sides, patches, y)
     torch.testing.assert_close(made, want)

@@ -16,8 +16,8 @@ from torch import fx
 
 from autopar.errors import NeedsWholeBatch
 from autopar.passes.changes import cost
-from autopar.passes.completion import Completion, is_op, produced_parts
-from autopar.passes.divide_work import Keep, Undivided, divide_work
+from autopar.passes.completion import Completion, is_op, produced_parts, result_slots
+from autopar.passes.divide_work import Keep, Undivided, divide_work, flops
 from autopar.passes.expert_dims import DIM, EXPERTS, Held
 from autopar.passes.facts import KEY, Choice, Strategy, Value, fact, is_tensor, operand_nodes, value
 from autopar.passes.insert_changes import produced_layout
@@ -29,14 +29,47 @@ from autopar.passes.strategy import Proposal, fills, rule
 def follow(state: Completion, axis: int, held: Held | None = None) -> None:
     """Decide ``axis`` for all ops in order: each takes the choice whose operands need the cheapest changes. ``held``:
     what it cuts by experts."""
-    mesh = state.mesh
+    mesh, behind = state.mesh, Behind(axis)
     for node in state.gm.graph.nodes:
         if not is_op(node):
             continue
-        have = [state.layout(n) for n in operand_nodes(node)]
+        have = behind.cut(node, [state.layout(n) for n in operand_nodes(node)])
         offered = state.candidates(node, axis, arriving(node, have, axis))
         choice, plan = cheapest(node, have, held.of(node, offered, have, axis) if held else offered, mesh)
         state.take(node, axis, choice, plan)
+        if not mesh.axes[axis].is_time:
+            behind.made(node, have, plan)
+
+
+class Behind:
+    """Where the batch lies in what was made of it whole on every rank of an axis, or in addends: operands of products,
+    and addends, are cut there again, so that an op that needs the whole batch leaves no more than itself undivided.
+    It goes by lengths; a cut elsewhere would be as right."""
+
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
+        self.rows: dict[fx.Node, int] = {}
+
+    def cut(self, op: fx.Node, have: Sequence[Layout]) -> Sequence[Layout]:
+        """The layouts of an op's operands, as it should take them to be."""
+        cut = "RP" if self.rows and flops(op) else "P"
+        pairs = zip(operand_nodes(op), have, strict=True)
+        found = [(self.rows.get(n) if x.kinds[self.axis] in cut else None, x) for n, x in pairs]
+        return [x if dim is None else x.with_shard(self.axis, dim) for dim, x in found]
+
+    def made(self, op: fx.Node, have: Sequence[Layout], plan: Strategy) -> None:
+        """Note what an op does that was just decided; its operands come as it has them."""
+        layouts = (*plan.operands, *(x for x in plan.results if x is not None))
+        if any(x.kinds[self.axis] == "S" for x in layouts):
+            return
+        for operand, layout in zip(operand_nodes(op), have, strict=True):
+            dim = layout.dim_of(self.axis)
+            dim = self.rows.get(operand) if dim is None else dim
+            if dim is None:
+                continue
+            for node in filter(None, result_slots(op)):
+                if value(node).shape[dim : dim + 1] == value(operand).shape[dim : dim + 1]:
+                    self.rows.setdefault(node, dim)
 
 
 def arriving(node: fx.Node, have: Sequence[Layout], axis: int) -> list[Proposal]:

@@ -13,7 +13,7 @@ from torch import fx
 
 from autopar.errors import NeedsWholeBatch
 from autopar.passes.calls import call_key
-from autopar.passes.complete_layouts import arriving, cheapest
+from autopar.passes.complete_layouts import Behind, arriving, cheapest
 from autopar.passes.completion import is_op
 from autopar.passes.expert_dims import DIM, Held
 from autopar.passes.facts import Choice, Strategy, fact, is_tensor, operand_nodes, value
@@ -61,12 +61,13 @@ def _followed(
     layouts: dict[fx.Node, Layout] = {}
     refused: dict[fx.Node, NeedsWholeBatch] = {}
     memo: dict[Hashable, tuple[Choice, Strategy] | NeedsWholeBatch] = {}
+    behind = Behind(0)
     for node in gm.graph.nodes:
         if is_op(node):
             operands = operand_nodes(node)
             if any(n not in layouts for n in operands):
                 continue
-            have = tuple(layouts[n] for n in operands)
+            have = tuple(behind.cut(node, [layouts[n] for n in operands]))
             key = (call_key(node), have, None if held is None else held.cuts(node, have, 0))
             if key not in memo:
                 memo[key] = _decide(node, have, mesh, held)
@@ -74,6 +75,8 @@ def _followed(
                 refused[node] = decided
                 continue
             ops[node], made = decided
+            if not axis.is_time:
+                behind.made(node, have, made)
             if is_tensor(node):
                 assert made.results[0] is not None
                 layouts[node] = made.results[0]

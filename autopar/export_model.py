@@ -185,11 +185,12 @@ def export_model(call: Call, rows: int) -> Exported:
 
     Raises AutoparError where the model cannot be traced or what it does cannot be kept.
     """
+    handled = sys.exception()
     try:
         with tracing(call, rows) as trace:
             program = torch.export.export(trace.flat, trace.inputs, strict=False).module(check_guards=False)
     except Exception as error:
-        raise refuse_failure(call.model, error, rows, call.signature.rows, call.param_dtype) from error
+        raise refuse_failure(call.model, error, rows, call.signature.rows, call.param_dtype, handled) from error
     flat, hints, applied = trace.flat, trace.hints, trace.applied
     assert isinstance(program, fx.GraphModule)
     model, kinds = call.model, call.kinds

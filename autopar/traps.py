@@ -204,11 +204,16 @@ def watched_trace(
 
 
 def refuse_failure(
-    model: nn.Module, error: BaseException, rows: int, examples: int, param_dtype: torch.dtype | None = None
+    model: nn.Module,
+    error: BaseException,
+    rows: int,
+    examples: int,
+    param_dtype: torch.dtype | None = None,
+    handled: BaseException | None = None,
 ) -> AutoparError:
     """The one-line error for a failed trace at ``rows`` rows (the example inputs had ``examples``), with file:line.
-    ``param_dtype``: what parameters were cast to."""
-    chain = _chain(error)
+    ``param_dtype``: what parameters were cast to; ``handled``: what a caller was handling when it began."""
+    chain = _chain(error, handled)
     for link in chain:
         if isinstance(link, AutoparError):
             return link
@@ -232,10 +237,11 @@ def refuse_run(
     return AutoparError(said + way * (param_dtype is not None))
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def _chain(error: BaseException, handled: BaseException | None = None) -> list[BaseException]:
+    """What led to an error, up to what was ``handled`` when the trace began."""
     chain: list[BaseException] = []
     at: BaseException | None = error
-    while at is not None and at not in chain:
+    while at is not None and at is not handled and at not in chain:
         chain.append(at)
         at = at.__cause__ or at.__context__
     return chain

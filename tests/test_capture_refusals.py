@@ -200,6 +200,17 @@ def test_no_loss() -> None:
     refused(Model(), "loss: is torch.int64 of shape ()", loss=lambda out: out.long())
 
 
+def test_in_a_handler_of_another_refusal_it_is_its_own() -> None:
+    try:
+        capture(nn.Linear(4, 4), (torch.randn(8, 4),))
+    except AutoparError as error:
+        assert "returns no loss" in str(error)
+        with pytest.raises(AutoparError, match="mat1 and mat2"):
+            capture(nn.Linear(4, 4), (torch.randn(8, 3),), loss=torch.mean)
+    else:
+        pytest.fail("a linear layer has no loss")
+
+
 def test_a_loss_with_parameters() -> None:
     refused(
         nn.Linear(4, 4), "loss: has parameters that require a gradient", loss=nn.Sequential(nn.Linear(4, 1), Model())
